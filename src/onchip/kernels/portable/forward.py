@@ -1,0 +1,657 @@
+"""The portable forward: FlashAttention-2 in plain Triton, for any GPU that Triton compiles for.
+
+Method: one program per block of BM queries and head. It walks over the keys in tiles of BN,
+keeps a running row maximum m, denominator l and unnormalised output acc in registers, and
+divides once at the end (Dao 2023, FlashAttention-2, algorithm 1; the online softmax is
+Milakov and Gimelshein 2018). Logits are held in base 2: scale * log2(e) is folded into the one
+multiplication that the exponent needs anyway. The walk has up to three parts: tiles that the
+mask's left edge crosses, tiles that every row sees in full, which are never masked, and tiles
+that the right edge or the end of the keys crosses. Tiles that no row sees are not visited.
+
+Memory: q, out (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D), (T_k, H_kv, D) or pages
+(P, N, H_kv, D) found through block_table; lse (B, H, S_q) or (H, T_q). Any strides with the
+last one 1. Head dimensions are padded to a power of two by masks, never by copies. Lengths,
+strides and the window's size are run-time values: a change of them compiles nothing.
+
+It does not do: split keys (decode), dropout, user score functions, quantised keys.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, N page size, BM / BN rows and columns of a tile, m / l running maximum
+and denominator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from onchip.kernels.portable import masks
+from onchip.kernels.portable.config import (
+    L2_BUDGET_BYTES,
+    Config,
+    can_describe,
+    choose_forward,
+    padded,
+)
+from onchip.problem import Layout, Problem, Tensors
+
+LN2 = masks.LN2
+LOG2E = masks.LOG2E
+
+_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the compiled code depends on; everything else is a run-time value.
+
+    Args:
+        block_m: BM.
+        block_n: BN.
+        dim: D.
+        dim_v: D_v.
+        width: D padded to a power of two.
+        width_v: D_v padded.
+        has_left: whether the mask has a left edge.
+        has_right: whether it has a right edge.
+        has_first: whether keys may begin after the sequence's first row.
+        fold_scale: whether the scale waits for the exponent's own multiplication; it must be
+            positive, and nothing may come between it and the softmax.
+        has_softcap: whether logits are capped.
+        alibi_dim: dimensions of the slopes, 0 for none.
+        page_size: N, 0 when not paged.
+        vector: strides come in units of so many elements, which tells Triton their alignment.
+        precision: of float32 matrix products, "ieee" or "tf32".
+        is_float32: whether q is float32.
+        described: whether q, k and v are tensor descriptors.
+        has_foreign: whether a descriptor can meet rows that are not the sequence's own.
+        packed_q: whether lse is (H, T_q).
+        longest_first: whether later query blocks, which see more keys, start first.
+        careful: the spec of the walk that keeps values that are not finite out of rows that do
+            not see them.
+    """
+
+    block_m: int
+    block_n: int
+    dim: int
+    dim_v: int
+    width: int
+    width_v: int
+    has_left: bool
+    has_right: bool
+    has_first: bool
+    fold_scale: bool
+    has_softcap: bool
+    alibi_dim: int
+    page_size: int
+    vector: int
+    precision: str
+    is_float32: bool
+    described: bool
+    has_foreign: bool
+    packed_q: bool
+    longest_first: bool
+    careful: Spec | None = None
+
+
+class Lengths(NamedTuple):
+    """Tensors that say where sequences lie; each may be None."""
+
+    cu_seqlens_q: Tensor | None  # (B + 1,)
+    cu_seqlens_k: Tensor | None  # (B + 1,)
+    seqused_k: Tensor | None  # (B,)
+    leftpad_k: Tensor | None  # (B,)
+    block_table: Tensor | None  # (B, max_pages)
+
+
+class Rows(NamedTuple):
+    """Where one head's rows of q, k or v of one sequence lie.
+
+    Behind a descriptor they are found by coordinates, else by pointer and strides.
+    """
+
+    source: object  # descriptor, or pointer to the sequence's first row (its head's first page)
+    batch: object
+    head: object
+    first: object
+    stride_row: object
+    stride_page: object
+    table: object  # pointer to the sequence's row of block_table, 0 when not paged
+
+
+class Band(NamedTuple):
+    """The mask of one sequence; see `masks`."""
+
+    seqlen_k: object
+    shift: object
+    first_key: object
+    left: object
+    right: object
+
+
+class Terms(NamedTuple):
+    """What turns Q K^T into logits of base 2."""
+
+    scale: object  # scale * log2(e); with a softcap, scale / softcap
+    softcap: object  # softcap * log2(e)
+    slope: object  # ALiBi slope * log2(e)
+
+
+class Stats(NamedTuple):
+    """What a program carries from tile to tile."""
+
+    acc: object  # (BM, D_v) float32
+    maximum: object  # (BM,) float32, base 2
+    denominator: object  # (BM,) float32
+
+
+@triton.jit
+def _locate(num_blocks, num_sequences, num_heads, heads_per_group, SPEC: tl.constexpr):
+    """This program's query block, sequence and head.
+
+    Heads come in groups whose keys and values fit in the L2 cache together; in a group all
+    heads' first blocks come before all heads' second ones.
+    """
+    program = tl.program_id(0)
+    group = program // (heads_per_group * num_blocks)
+    first = group * heads_per_group
+    rest = program - first * num_blocks
+    size = tl.minimum(heads_per_group, num_sequences * num_heads - first)
+    block = rest // size
+    index = first + rest % size
+    if SPEC.longest_first:
+        block = num_blocks - 1 - block
+    return block, index // num_heads, index % num_heads
+
+
+@triton.jit
+def _rows_of(
+    source, batch, head, first, stride_batch, stride_row, stride_head, table,
+    SPEC: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """`Rows` of one head of one sequence; offsets are 64-bit from here on."""
+    row = stride_row * SPEC.vector
+    page = stride_batch * SPEC.vector
+    if not SPEC.described:
+        source += head * (stride_head * SPEC.vector) + tl.cast(first, tl.int64) * row
+        if not PAGED:
+            source += batch * page
+    return Rows(source, batch, head, first, row, page, table)
+
+
+@triton.jit
+def _inside(index, first, limit, SPEC: tl.constexpr):
+    """Which rows of memory hold the sequence's own data."""
+    if SPEC.has_first:
+        return (index >= first) & (index < limit)
+    else:
+        return index < limit
+
+
+@triton.jit
+def _load_tile(
+    rows: Rows, start, first, limit, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPEC: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK, WIDTH) of q, k or v from row `start` on.
+
+    Columns past D are 0; so are, if MASKED, rows outside [first, limit). A descriptor gives 0
+    outside of the whole tensor only, and other sequences' rows as they are.
+    """
+    index = start + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
+    if SPEC.described:
+        tile = rows.source.load([rows.batch, rows.head, rows.first + start, 0])
+        return tile.reshape(BLOCK, WIDTH)
+    else:
+        if not PAGED:
+            base = rows.source + tl.cast(start, tl.int64) * rows.stride_row
+            offsets = tl.arange(0, BLOCK) * rows.stride_row
+        else:
+            base = rows.source
+            seen = _inside(index, first, limit, SPEC)
+            pages = tl.load(rows.table + index // SPEC.page_size, mask=seen, other=0)
+            offsets = pages * rows.stride_page + (index % SPEC.page_size) * rows.stride_row
+        pointers = base + offsets[:, None] + columns[None, :]
+        if MASKED and DIM < WIDTH:
+            seen = _inside(index, first, limit, SPEC)[:, None] & (columns < DIM)[None, :]
+            return tl.load(pointers, mask=seen, other=0.0)
+        elif MASKED:
+            return tl.load(pointers, mask=_inside(index, first, limit, SPEC)[:, None], other=0.0)
+        elif DIM < WIDTH:
+            return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def _logits(products, row_start, start, terms: Terms, band: Band, SPEC: tl.constexpr):
+    """Base 2 logits of a tile from Q K^T, before the mask: scale, softcap, ALiBi."""
+    scores = products * terms.scale
+    if SPEC.has_softcap:
+        scores = terms.softcap * masks.tanh(scores, SPEC.is_float32)
+    if SPEC.alibi_dim > 0:
+        rows = row_start + tl.arange(0, SPEC.block_m)
+        columns = start + tl.arange(0, SPEC.block_n)
+        scores += masks.alibi(rows[:, None], columns[None, :], band.shift, terms.slope)
+    return scores
+
+
+@triton.jit
+def _masked(scores, row_start, start, band: Band, SPEC: tl.constexpr):
+    """-inf where the row does not see the key."""
+    seen = masks.visible(
+        row_start + tl.arange(0, SPEC.block_m)[:, None],
+        start + tl.arange(0, SPEC.block_n)[None, :],
+        band.seqlen_k,
+        band.shift,
+        band.first_key,
+        band.left,
+        band.right,
+        SPEC.has_left,
+        SPEC.has_right,
+    )
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _walk(
+    stats: Stats, q, row_start, start, stop, keys: Rows, values: Rows, band: Band, terms: Terms,
+    SPEC: tl.constexpr, MASKED: tl.constexpr, SCRUBBED: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys [start, stop), whole tiles, to the statistics of the rows.
+
+    MASKED hides what the rows do not see, SCRUBBED takes values that are not finite for 0.
+    """
+    acc, maximum, denominator = stats.acc, stats.maximum, stats.denominator
+    first, limit = band.first_key, band.seqlen_k
+    PAGED: tl.constexpr = SPEC.page_size > 0
+    factor = terms.scale if SPEC.fold_scale else 1.0
+    for n in tl.range(start, stop, SPEC.block_n):
+        k = _load_tile(
+            keys, n, first, limit, SPEC.block_n, SPEC.dim, SPEC.width, SPEC, PAGED, MASKED
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)  # (BM, BN)
+        if not SPEC.fold_scale:
+            scores = _logits(scores, row_start, n, terms, band, SPEC)
+        if MASKED:
+            scores = _masked(scores, row_start, n, band, SPEC)
+        maximum_now = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        base = maximum_now
+        if MASKED:  # a row that saw nothing so far would subtract -inf from -inf
+            base = tl.where(maximum_now == float("-inf"), 0.0, maximum_now)
+        weights = tl.exp2(scores * factor - base[:, None])
+        rescale = tl.exp2(maximum - base)
+        maximum = maximum_now
+        denominator = denominator * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
+        v = _load_tile(
+            values, n, first, limit, SPEC.block_n, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, MASKED
+        )
+        if MASKED and SPEC.has_foreign:  # 0 * NaN would leak
+            index = n + tl.arange(0, SPEC.block_n)
+            v = tl.where(_inside(index, first, limit, SPEC)[:, None], v, 0.0)
+        if SCRUBBED:
+            v = tl.where(_is_finite(v), v, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SPEC.precision)
+    return Stats(acc, maximum, denominator)
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def _has_leak(stats: Stats):
+    """Whether an output is not finite though its row's weights are: some value was not."""
+    spoilt = (tl.sum(stats.acc * 0.0, 1) != 0.0) & (stats.denominator == stats.denominator)
+    return tl.max(spoilt.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _add_nonfinite(acc, row_start, start, stop, values: Rows, band: Band, SPEC: tl.constexpr):
+    """Adds every value that is not finite to the rows that see it, one key after the other."""
+    BN: tl.constexpr = SPEC.block_n
+    PAGED: tl.constexpr = SPEC.page_size > 0
+    first, limit = band.first_key, band.seqlen_k
+    rows = row_start + tl.arange(0, SPEC.block_m)
+    for n in tl.range(start, stop, BN, num_stages=1):
+        v = _load_tile(values, n, first, limit, BN, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, True)
+        v = v.to(tl.float32)
+        index = n + tl.arange(0, BN)
+        if tl.max(tl.max((~_is_finite(v)).to(tl.int32), 1), 0) > 0:
+            for j in tl.range(n, tl.minimum(n + BN, stop), num_stages=1):
+                value = tl.sum(tl.where((index == j)[:, None], v, 0.0), 0)  # (D_v,)
+                seen = masks.visible(rows, j, limit, band.shift, first, band.left, band.right,
+                                     SPEC.has_left, SPEC.has_right)  # fmt: skip
+                counts = seen[:, None] & (~_is_finite(value))[None, :]
+                acc += tl.where(counts, value[None, :], 0.0)
+    return acc
+
+
+@triton.jit
+def _empty(SPEC: tl.constexpr):
+    BM: tl.constexpr = SPEC.block_m
+    WIDTH_V: tl.constexpr = SPEC.width_v
+    return Stats(
+        tl.zeros([BM, WIDTH_V], tl.float32),
+        tl.full([BM], float("-inf"), tl.float32),
+        tl.zeros([BM], tl.float32),
+    )
+
+
+@triton.jit
+def _attend(
+    q, row_start, row_end, keys: Rows, values: Rows, careful, band: Band, terms: Terms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Statistics of the rows over all the keys that they see, in up to three walks.
+
+    A tile that the mask crosses multiplies hidden values by 0, and 0 * NaN is NaN. Looking
+    for that in every tile costs time always; looking at the result costs next to nothing, so
+    that is done, and if there is a leak the outputs are made again without those values.
+    `careful` holds keys and values as pointers for that: tiles can be small there.
+    """
+    BN: tl.constexpr = SPEC.block_n
+    any_start, any_end = masks.keys_seen_by_any(
+        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
+    )
+    all_start, all_end = masks.keys_seen_by_all(
+        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
+    )
+    stats = _empty(SPEC)
+    start = any_start // BN * BN
+    full_start = start
+    if SPEC.has_left or SPEC.has_first:
+        full_start = tl.minimum(tl.cdiv(all_start, BN), tl.cdiv(any_end, BN)) * BN
+        stats = _walk(stats, q, row_start, start, full_start, keys, values, band, terms,
+                      SPEC, True, False)  # fmt: skip
+    full_end = tl.maximum(full_start, all_end // BN * BN)
+    stats = _walk(stats, q, row_start, full_start, full_end, keys, values, band, terms,
+                  SPEC, False, False)  # fmt: skip
+    stats = _walk(stats, q, row_start, full_end, any_end, keys, values, band, terms,
+                  SPEC, True, False)  # fmt: skip
+    acc = stats.acc
+    if SPEC.has_left or SPEC.has_right:
+        CAREFUL: tl.constexpr = SPEC.careful
+        if _has_leak(stats):
+            start = any_start // CAREFUL.block_n * CAREFUL.block_n
+            clean = _walk(_empty(SPEC), q, row_start, start, any_end, careful[0], careful[1],
+                          band, terms, CAREFUL, True, True)  # fmt: skip
+            acc = _add_nonfinite(clean.acc, row_start, start, any_end, careful[1], band, CAREFUL)
+    return Stats(acc, stats.maximum, stats.denominator)
+
+
+@triton.jit
+def _with_sink(stats: Stats, sink):
+    """Adds exp(sink) to the denominators only; `sink` is a base 2 logit."""
+    maximum = tl.maximum(stats.maximum, sink)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    rescale = tl.exp2(stats.maximum - base)
+    denominator = stats.denominator * rescale + tl.exp2(sink - base)
+    return Stats(stats.acc * rescale[:, None], maximum, denominator)
+
+
+@triton.jit
+def _store(stats: Stats, out, lse, rows, num_rows, stride_row, SPEC: tl.constexpr):
+    """Divides and writes; a row without keys has denominator 0: output 0, LSE -inf."""
+    columns = tl.arange(0, SPEC.width_v)
+    inside = rows < num_rows
+    inverse = tl.where(stats.denominator == 0.0, 0.0, 1.0 / stats.denominator)
+    result = (stats.acc * inverse[:, None]).to(out.dtype.element_ty)
+    pointers = out + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
+    if SPEC.dim_v < SPEC.width_v:
+        tl.store(pointers, result, mask=inside[:, None] & (columns < SPEC.dim_v)[None, :])
+    else:
+        tl.store(pointers, result, mask=inside[:, None])
+    tl.store(lse + rows, (stats.maximum + tl.log2(stats.denominator)) * LN2, mask=inside)
+
+
+# Triton specialises numbers inside tuples, whatever it is told; to compile once for all
+# lengths and strides, the numbers must be parameters of their own. Hence so many.
+_NUMBERS = (
+    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
+    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads group heads_per_group left "
+    "right"
+).split()
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attn_fwd_portable(
+    q, k, v, k_pointer, v_pointer, out, lse, lengths: Lengths, alibi_slopes, sinks,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_table: tl.int64,
+    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, group, heads_per_group,
+    left, right, scale: tl.float32, softcap: tl.float32,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """One program: BM queries of one head against all the keys that they see."""
+    num_blocks = tl.cdiv(seqlen_q, SPEC.block_m)
+    block, batch, head = _locate(num_blocks, num_sequences, num_heads, heads_per_group, SPEC)
+    q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
+    row_start = block * SPEC.block_m
+    if SPEC.packed_q:
+        if row_start >= num_rows:
+            return
+    k_start, length_k, first_key = masks.key_span(
+        lengths.cu_seqlens_k, lengths.seqused_k, lengths.leftpad_k, batch, seqlen_k
+    )
+    table = 0
+    if lengths.block_table is not None:
+        table = lengths.block_table + batch * stride_table
+        k_start = 0
+    place = 0 if SPEC.packed_q else batch
+    queries = _rows_of(q, place, head, q_start, stride_qb, stride_qs, stride_qh, 0, SPEC, False)
+    kv_head = head // group
+    PAGED: tl.constexpr = SPEC.page_size > 0
+    keys = _rows_of(k, place, kv_head, k_start, stride_kb, stride_ks, stride_kh, table, SPEC, PAGED)
+    values = _rows_of(
+        v, place, kv_head, k_start, stride_vb, stride_vs, stride_vh, table, SPEC, PAGED
+    )
+
+    slope = 0.0
+    if SPEC.alibi_dim > 0:
+        slope = masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
+        slope *= LOG2E
+    terms = Terms(scale, softcap, slope)
+    band = Band(length_k, length_k - num_rows, first_key, left, right)
+    tile = _load_tile(
+        queries, row_start, 0, num_rows, SPEC.block_m, SPEC.dim, SPEC.width, SPEC, False, True
+    )
+    row_end = tl.minimum(row_start + SPEC.block_m, num_rows)
+    careful = (keys, values)
+    if SPEC.described:
+        CAREFUL: tl.constexpr = SPEC.careful
+        careful = (
+            _rows_of(k_pointer, place, kv_head, k_start, stride_kb, stride_ks, stride_kh, 0,
+                     CAREFUL, False),
+            _rows_of(v_pointer, place, kv_head, k_start, stride_vb, stride_vs, stride_vh, 0,
+                     CAREFUL, False),
+        )  # fmt: skip
+    stats = _attend(tile, row_start, row_end, keys, values, careful, band, terms, SPEC)
+    if sinks is not None:
+        stats = _with_sink(stats, tl.load(sinks + head).to(tl.float32) * LOG2E)
+
+    stride_out = tl.cast(num_heads, tl.int64) * SPEC.dim_v
+    if SPEC.packed_q:
+        first_row = tl.cast(q_start, tl.int64)
+        lse += head * tokens_q + first_row
+    else:
+        first_row = tl.cast(batch, tl.int64) * seqlen_q
+        lse += (first_row * num_heads) + tl.cast(head, tl.int64) * seqlen_q
+    out += first_row * stride_out + head * SPEC.dim_v
+    rows = row_start + tl.arange(0, SPEC.block_m)
+    _store(stats, out, lse, rows, num_rows, stride_out, SPEC)
+
+
+def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Runs the forward with the config that `choose_forward` picks.
+
+    Args:
+        problem: what the call asks for.
+        tensors: its data; nothing here is written.
+
+    Returns:
+        out (B, S_q, H, D_v) or (T_q, H, D_v) and lse (B, H, S_q) or (H, T_q) float32, both
+        contiguous and written in every element.
+    """
+    return launch_with(choose_forward(problem), problem, tensors)
+
+
+def launch_with(config: Config, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """`launch` with a given config: for the tuner and the tests."""
+    q = tensors.q
+    packed = problem.layout_q is Layout.PACKED
+    out = q.new_empty(*q.shape[:-1], problem.head_dim_v)
+    rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
+    lse = q.new_empty(*rows[:-1], problem.num_heads, rows[-1], dtype=torch.float32)
+    num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
+    grid = (num_blocks * problem.batch * problem.num_heads,)
+    if out.numel() == 0 or grid[0] == 0:
+        return out, lse
+    spec = _spec(config, problem, tensors)
+    options = {"maxnreg": config.max_registers} if config.max_registers else {}
+    attn_fwd_portable[grid](
+        *_sources(config, spec, tensors),
+        tensors.k,
+        tensors.v,
+        out,
+        lse,
+        _lengths(tensors),
+        tensors.alibi_slopes,
+        tensors.sinks,
+        *_numbers(config, spec, problem, tensors),
+        SPEC=spec,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options,
+    )
+    return out, lse
+
+
+def _lengths(tensors: Tensors) -> Lengths:
+    return Lengths(
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+        tensors.seqused_k,
+        tensors.leftpad_k,
+        tensors.block_table,
+    )
+
+
+def _spec(config: Config, problem: Problem, tensors: Tensors) -> Spec:
+    described = config.descriptors and can_describe(problem) and _is_aligned(tensors)
+    packed = problem.layout_q is Layout.PACKED
+    spec = Spec(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        dim=problem.head_dim,
+        dim_v=problem.head_dim_v,
+        width=padded(problem.head_dim),
+        width_v=padded(problem.head_dim_v),
+        has_left=problem.mask.left >= 0,
+        has_right=problem.mask.right >= 0,
+        has_first=problem.leftpad,
+        fold_scale=problem.scale > 0 and problem.softcap == 0 and problem.alibi == 0,
+        has_softcap=problem.softcap > 0,
+        alibi_dim=problem.alibi,
+        page_size=problem.page_size,
+        vector=16 // tensors.q.element_size() if _is_aligned(tensors) else 1,
+        precision=_precision(problem),
+        is_float32=problem.dtype == torch.float32,
+        described=described,
+        has_foreign=described and (packed or problem.seqused_k or problem.leftpad),
+        packed_q=packed,
+        longest_first=problem.mask.right >= 0 or packed,
+    )
+    return replace(spec, careful=replace(spec, block_n=16, described=False, has_foreign=False))
+
+
+def _precision(problem: Problem) -> str:
+    """How float32 products are made: as torch makes its own, tf32 on NVIDIA only."""
+    if problem.dtype != torch.float32 or not problem.arch.startswith("sm_"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Strides of sequence (or page), row and head in elements; 0 where a size is 1."""
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return (0, *strides[:2]) if packed else tuple(strides[:3])
+
+
+def _is_packed(x: Tensor) -> bool:
+    return x.dim() == 3
+
+
+def _is_aligned(tensors: Tensors) -> bool:
+    """Whether every row of q, k and v begins at a multiple of 16 bytes."""
+    for x in (tensors.q, tensors.k, tensors.v):
+        unit = 16 // x.element_size()
+        if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
+            return False
+    return True
+
+
+def _sources(config: Config, spec: Spec, tensors: Tensors) -> tuple:
+    """q, k and v as the kernel reads them."""
+    if not spec.described:
+        return tensors.q, tensors.k, tensors.v
+    return (
+        _describe(tensors.q, config.block_m, spec.width),
+        _describe(tensors.k, config.block_n, spec.width),
+        _describe(tensors.v, config.block_n, spec.width_v),
+    )
+
+
+def _describe(x: Tensor, block: int, width: int) -> TensorDescriptor:
+    """(B, H, S, D), B = 1 when packed, read in tiles of one head's rows."""
+    x = (x.unsqueeze(0) if _is_packed(x) else x).transpose(1, 2)
+    unit = 16 // x.element_size()
+    # A dimension of size 1 may have any stride, which TMA would refuse.
+    strides = [unit if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, block, width])
+
+
+def _numbers(config: Config, spec: Spec, problem: Problem, tensors: Tensors) -> tuple:
+    """The kernel's run-time numbers, in its order from stride_qb to softcap."""
+    strides = [
+        stride // spec.vector
+        for x in (tensors.q, tensors.k, tensors.v)
+        for stride in _strides(x, _is_packed(x))
+    ]
+    table = tensors.block_table
+    scale, softcap = problem.scale, problem.softcap
+    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
+    return (
+        *strides,
+        0 if table is None else table.stride(0),
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.tokens_q,
+        problem.num_heads,
+        problem.group,
+        _heads_per_group(config, problem),
+        left,
+        right,
+        scale / softcap if softcap > 0 else scale * LOG2E.value,
+        softcap * LOG2E.value,
+    )
+
+
+def _heads_per_group(config: Config, problem: Problem) -> int:
+    """Query heads whose programs run interleaved: as many as share the L2 cache."""
+    if not config.group_heads:
+        return 1
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+    kv_heads = max(1, L2_BUDGET_BYTES // max(1, problem.seqlen_k * row_bytes))
+    return min(kv_heads * problem.group, problem.batch * problem.num_heads)

@@ -1,0 +1,8 @@
+"""Keys and values in fixed-size pages: who owns which page, and where a token lies."""
+
+from __future__ import annotations
+
+from onchip.paging.cache import PagedKVCache
+from onchip.paging.pool import OutOfPages, PagePool
+
+__all__ = ["OutOfPages", "PagePool", "PagedKVCache"]

@@ -1,0 +1,151 @@
+"""Compiles Triton kernels for GPUs that are not there and reads what the assembler used.
+
+`captured` takes a launch's arguments instead of running it, `compiled` compiles the kernel for
+an architecture with exactly the specialisation that the launch would have had, `resources`
+reads registers, spills and shared memory. Triton must not be in interpreter mode, so tests run
+a script that uses this module in a process of its own: `run_script`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+
+class Call(NamedTuple):
+    """Arguments of one kernel launch."""
+
+    kernel: object
+    args: tuple
+    kwargs: dict
+
+
+def run_script(script: Path, *arguments: str) -> list[dict]:
+    """Runs a script without the interpreter; it prints one JSON value last."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parent), *sys.path]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def captured(kernel, launch: Callable[[], object]) -> list[Call]:
+    """Launches of `kernel` that `launch()` would have made; none of them runs."""
+    calls = []
+    original = kernel.run
+
+    def take(*args, grid, warmup, **kwargs):
+        calls.append(Call(kernel, args, kwargs))
+
+    kernel.run = take
+    try:
+        launch()
+    finally:
+        kernel.run = original
+    return calls
+
+
+def _target(arch: str):
+    from triton.backends.compiler import GPUTarget
+
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 64)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+
+def specialisation(call: Call, arch: str):
+    """(bound arguments, specialisation, options) as Triton's launcher would see them."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(_target(arch))
+    bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
+    return backend, *bind(*call.args, **call.kwargs)
+
+
+def compiled(call: Call, arch: str):
+    """The kernel of a captured launch, compiled for `arch`; seconds are added as `.seconds`."""
+    import triton
+    from triton._utils import find_paths_if, get_iterable_path
+    from triton.compiler import ASTSource
+
+    backend, bound, found, options = specialisation(call, arch)
+    names = [parameter.name for parameter in call.kernel.params]
+    types, hints = [list(column) for column in zip(*found, strict=True)]
+    values = list(bound.values())
+    constants = {
+        path: get_iterable_path(values, path)
+        for path in find_paths_if(types, lambda _, kind: kind == "constexpr")
+    }
+    attributes = {
+        path: backend.parse_attr(get_iterable_path(hints, path))
+        for path in find_paths_if(hints, lambda _, hint: isinstance(hint, str))
+    }
+    source = ASTSource(call.kernel, dict(zip(names, types, strict=True)), constants, attributes)
+    start = time.perf_counter()
+    binary = triton.compile(source, target=_target(arch), options=options)
+    binary.seconds = time.perf_counter() - start
+    return binary
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _run_on(data: bytes | str, suffix: str, command: list[str], output: str = "") -> str:
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        done = subprocess.run([*command, file.name], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def disassembly(binary) -> str:
+    """SASS of an NVIDIA binary."""
+    return _run_on(binary.asm["cubin"], ".cubin", [_tool("nvdisasm"), "-c"])
+
+
+def resources(binary) -> dict:
+    """registers, spill_bytes and shared_bytes of a binary; assembler warnings on NVIDIA."""
+    report = {"shared_bytes": binary.metadata.shared, "seconds": round(binary.seconds, 2)}
+    if "cubin" not in binary.asm:
+        text = binary.asm["amdgcn"]
+        spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)
+        registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
+        assert spills and registers
+        return report | {"registers": int(registers[1]), "spill_bytes": 4 * int(spills[1])}
+    usage = _run_on(binary.asm["cubin"], ".cubin", [_tool("cuobjdump"), "--dump-resource-usage"])
+    registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert registers, usage
+    sass = disassembly(binary)
+    return report | {
+        "registers": int(registers[1]),
+        "spill_bytes": int(registers[2]),
+        "spill_instructions": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        "wgmma": len(re.findall(r"\bHGMMA\b", sass)),
+        "mma": len(re.findall(r"\b[HQI]MMA\b", sass)),
+        "tma_loads": len(re.findall(r"\bUTMALDG\b", sass)),
+        "warnings": assembler_warnings(binary),
+    }
+
+
+def assembler_warnings(binary) -> list[str]:
+    """Codes of ptxas' performance advisories, such as C7510 (serialised wgmma)."""
+    arch = re.search(r"\.target (sm_\w+)", binary.asm["ptx"])
+    assert arch
+    command = [_tool("ptxas"), f"--gpu-name={arch[1]}", "-v", "-o", os.devnull]
+    return sorted(set(re.findall(r"\((C\d{4})\)", _run_on(binary.asm["ptx"], ".ptx", command))))

@@ -1,0 +1,68 @@
+"""Renews the tables in README.md from the capability records and benchmarks/results.
+
+Usage: python tools/readme_tables.py
+
+A table lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; tests check that it is current.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onchip.kernels import KERNELS, Kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kernels() -> str:
+    """What each capability record declares."""
+    head = ["kernel", "part", "devices", "dtypes", "queries, keys", "D up to", "features"]
+    return table(head, [_kernel_row(record) for record in KERNELS])
+
+
+def _kernel_row(record: Kernel) -> list[str]:
+    layouts = sorted(f"{q.value}, {k.value}" for q, k in record.layouts)
+    return [
+        f"`{record.name}`",
+        record.op.value,
+        ", ".join(sorted(record.devices)),
+        ", ".join(str(d).removeprefix("torch.") for d in record.dtypes),
+        "; ".join(layouts),
+        str(record.max_head_dim),
+        ", ".join(sorted(record.features)) if record.op.value != "store" else "",
+    ]
+
+
+def cpu() -> str:
+    """Speed of the CPU kernels against torch's."""
+    return "No results recorded yet."
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    """The text with what lies between a table's two marks replaced.
+
+    Raises:
+        ValueError: if a mark is missing.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"README.md: no {begin} ... {end}; add both where the table belongs")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
+
+
+def renewed(text: str) -> str:
+    """README's text with every table made anew."""
+    return replaced(replaced(text, "kernels", kernels()), "cpu", cpu())
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(renewed(readme.read_text(encoding="utf-8")), encoding="utf-8")
