@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-VOCAB = 260  # 256 bytes, and what SPECIALS lists
 SPECIALS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 257
+MERGES = ("h e", "he l")
+VOCAB = 262  # 256 bytes, SPECIALS, a token a merge
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -56,11 +57,12 @@ def make_model(architecture: str, tied: bool, **options):
     return model.float().eval()
 
 
-def byte_alphabet() -> list[str]:
-    """The 256 characters by which byte-level BPE writes bytes, in a fixed order."""
+def vocabulary() -> list[str]:
+    """Tokens in order: the 256 characters by which byte-level BPE writes bytes first."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    return sorted(ByteLevel.alphabet())
+    merged = [merge.replace(" ", "") for merge in MERGES]
+    return [*sorted(ByteLevel.alphabet()), *SPECIALS, *merged]
 
 
 def save_folder(model, path: Path, **options) -> Path:
@@ -68,9 +70,12 @@ def save_folder(model, path: Path, **options) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     model.save_pretrained(path, **options)
-    vocab = {c: i for i, c in enumerate([*byte_alphabet(), *SPECIALS])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocab = {token: i for i, token in enumerate(vocabulary())}
+    merges = [tuple(merge.split()) for merge in MERGES]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
     tokenizer.save(str(path / "tokenizer.json"))
@@ -100,9 +105,9 @@ def save_gguf(model, path: Path, matrix_type: str = "F32", rope_freqs=None) -> P
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*byte_alphabet(), *SPECIALS])
-    writer.add_token_types([1] * 256 + [3] * len(SPECIALS))
-    writer.add_token_merges(["a b"] if False else ["Ġ t"][:0] or ["h e"])
+    writer.add_token_list(vocabulary())
+    writer.add_token_types([1] * 256 + [3] * len(SPECIALS) + [1] * len(MERGES))
+    writer.add_token_merges(list(MERGES))
     writer.add_eos_token_id(EOS_ID)
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), 2)

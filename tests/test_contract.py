@@ -153,7 +153,7 @@ def test_point_6_sums_are_float32_in_16_bit(features):
     out, lse = onchip.attention(q, k, v, return_lse=True, **features)
     assert bool((out == 1).all())
     if not features.get("causal"):
-        torch.testing.assert_close(lse, torch.full_like(lse, 8.317766), rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse, torch.full_like(lse, 8.317766), rtol=0, atol=1e-4)
     out.sum().backward()
     if not features.get("causal"):
         torch.testing.assert_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-7)

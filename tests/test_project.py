@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -102,10 +103,22 @@ def test_readme_links_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_readme_table_of_results():
-    """Rows keep the file's order; a result without a peer has none to compare with."""
-    text = "<!-- begin cpu -->\nold\n<!-- end cpu -->"
-    assert readme_tables.replaced(text, "cpu", "new") == "<!-- begin cpu -->\nnew\n<!-- end cpu -->"
+def test_readme_table_of_results(tmp_path):
+    path = tmp_path / "attention.json"
+    assert readme_tables.cpu(path) == "No results recorded yet."
+    case = {"name": "causal 1024", "dtype": "float32", "part": "forward"}
+    report = {"device": "a CPU", "threads": 2, "torch": "2.13.0", "date": "2026-01-02"}
+    report["cases"] = [case | {"onchip_us": 1234.5, "ratio": 0.985}]
+    path.write_text(json.dumps(report), encoding="utf-8")
+    lines = readme_tables.cpu(path).splitlines()
+    assert lines[0] == "a CPU, 2 threads, torch 2.13.0, 2026-01-02:"
+    assert lines[-1] == "| causal 1024 | float32 | forward | 1.23 | 0.98x |"
+
+
+def test_readme_table_goes_between_its_marks():
+    text = "a\n<!-- begin cpu -->\nold\n<!-- end cpu -->\nz"
+    renewed = "a\n<!-- begin cpu -->\nnew\n<!-- end cpu -->\nz"
+    assert readme_tables.replaced(text, "cpu", "new") == renewed
     with pytest.raises(ValueError, match="begin other"):
         readme_tables.replaced(text, "other", "new")
 

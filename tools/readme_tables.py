@@ -7,6 +7,7 @@ A table lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; tests check 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from onchip.kernels import KERNELS, Kernel
@@ -40,9 +41,26 @@ def _kernel_row(record: Kernel) -> list[str]:
     ]
 
 
-def cpu() -> str:
-    """Speed of the CPU kernels against torch's."""
-    return "No results recorded yet."
+def cpu(path: Path = RESULTS / "cpu" / "attention.json") -> str:
+    """Speed of the CPU kernels, from what `python -m onchip.bench.cpu` wrote.
+
+    Args:
+        path: JSON with `device`, `threads`, `torch`, `date` and `cases`; each case has `name`,
+            `dtype`, `part`, `onchip_us`, and `ratio`: torch's time over onchip's for the same
+            FLOPs, above 1 where onchip is quicker.
+    """
+    if not path.exists():
+        return "No results recorded yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, {threads} threads, torch {torch}, {date}".format(**report)
+    head = ["call", "dtype", "part", "onchip, ms", "speed against torch's"]
+    rows = [_case_row(case) for case in report["cases"]]
+    return f"{where}:\n\n{table(head, rows)}"
+
+
+def _case_row(case: dict) -> list[str]:
+    time_ms = f"{case['onchip_us'] / 1000:.2f}"
+    return [case["name"], case["dtype"], case["part"], time_ms, f"{case['ratio']:.2f}x"]
 
 
 def replaced(text: str, name: str, body: str) -> str:

@@ -9,6 +9,7 @@ D / D_v head dimensions, P pages, N page size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -141,14 +142,7 @@ def attention(
     """
     t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype)
     lse = _lse(t.s, sinks)
-    return _output(t, _probabilities(t, lse), lse).transpose(1, 2), lse
-
-
-def _output(t: _Scores, p: Tensor, lse: Tensor) -> Tensor:
-    """O = P V, (B, H, S_q, D_v)."""
-    out = _product(p, t.v, t.seen)
-    # An LSE of NaN says that the row saw a NaN, even if V is 0 or empty there.
-    return out.masked_fill(lse.isnan()[..., None], torch.nan)
+    return _product(_probabilities(t, lse), t.v, t.seen).transpose(1, 2), lse
 
 
 def attention_backward(
@@ -190,7 +184,7 @@ def attention_backward(
 
     dv = _product(p.transpose(-1, -2), do, seen_t)
     dp = do @ t.v.transpose(-1, -2)  # (B, H, S_q, S_k)
-    d = (do * _output(t, p, lse)).sum(-1)  # (B, H, S_q)
+    d = (do * _product(p, t.v, t.seen)).sum(-1)  # (B, H, S_q)
     if dlse is not None:
         d = d - dlse.to(dtype)
     ds = p * (dp - d[..., None])
@@ -202,7 +196,7 @@ def attention_backward(
 
     dk, dv = (x.unflatten(1, (k.shape[2], -1)).sum(2) for x in (dk, dv))
     dsinks = None if sinks is None else _sink_gradient(sinks.to(dtype), lse, d)
-    return Gradients(*(x.transpose(1, 2) for x in (dq, dk, dv)), dsinks)
+    return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dsinks)
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, d: Tensor) -> Tensor:
@@ -269,7 +263,7 @@ def _sequences(
 ) -> Iterator[_Sequence]:
     """Where each sequence's queries and keys lie, and its share of the features."""
     slopes = features.get("alibi_slopes")
-    for b, (start, end) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:])):  # noqa: B905
+    for b, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         first, last = (0, 0) if cu_seqlens_k is None else cu_seqlens_k[b : b + 2].tolist()
         length = last - first if seqused_k is None else int(seqused_k[b])
         if page_size is None:
@@ -370,7 +364,7 @@ def attention_varlen_backward(
         dq[rows] = part.dq[0]
         flat_dk.index_add_(0, keys.to(k.device), part.dk[0])
         flat_dv.index_add_(0, keys.to(k.device), part.dv[0])
-        if dsinks is not None:
+        if dsinks is not None and part.dsinks is not None:
             dsinks += part.dsinks
     if paged:
         dk, dv = flat_dk.view(k.shape), flat_dv.view(v.shape)

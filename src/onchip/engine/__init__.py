@@ -1,6 +1,6 @@
 """A small engine around the attention layer: model files in, text out."""
 
-from onchip.engine.llm import LLM, Budget, Result, Token
+from onchip.engine.llm import LLM, Result, Token
 from onchip.engine.sampling import SamplingParams
 
-__all__ = ["LLM", "Budget", "Result", "SamplingParams", "Token"]
+__all__ = ["LLM", "Result", "SamplingParams", "Token"]

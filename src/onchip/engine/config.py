@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-_HF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_HF_ARCHITECTURES: dict[Any, str] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _GGUF_ARCHITECTURES = ("llama", "qwen3")
 
 
@@ -68,12 +68,12 @@ def from_hf(config: Mapping[str, Any], where: str, eos_token_ids: Any = None) ->
     Raises:
         ValueError: for an architecture or an option that is not implemented, or a missing key.
     """
-    names = config.get("architectures") or [None]
-    if names[0] not in _HF_ARCHITECTURES:
+    name = next(iter(config.get("architectures") or [None]))
+    architecture = _HF_ARCHITECTURES.get(name)
+    if architecture is None:
         allowed = ", ".join(_HF_ARCHITECTURES)
-        reject(where, "architectures", names[0], allowed, "Use a Llama or Qwen3 checkpoint.")
+        reject(where, "architectures", name, allowed, "Use a Llama or Qwen3 checkpoint.")
     _refuse_hf_options(config, where)
-    architecture = _HF_ARCHITECTURES[names[0]]
     heads, hidden = _need(config, "num_attention_heads", where), _need(config, "hidden_size", where)
     head_dim = config.get("head_dim") or hidden // heads
     theta, scaling = _hf_rope(config)
@@ -154,9 +154,7 @@ def base_inv_freq(theta: float, head_dim: int) -> list[float]:
     return [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
 
 
-def scale_rope(
-    inv_freq: list[float], scaling: Mapping[str, Any], where: str
-) -> tuple[float, ...]:
+def scale_rope(inv_freq: list[float], scaling: Mapping[str, Any], where: str) -> tuple[float, ...]:
     """Stretches rotary frequencies to a longer context.
 
     "linear" divides every frequency by the factor. "llama3" divides those whose wave is longer

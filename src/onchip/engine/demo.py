@@ -175,8 +175,8 @@ def _report(llm: LLM) -> str:
     kernels = ", ".join(f"{kernel} ({name})" for name, kernel in cost_of.kernels.items())
     used = f"{stats.peak_pages} pages of {cache.page_size}"
     lines = [
-        f"prefill    {stats.prefill_tokens:4d} tokens {_rate(stats.prefill_tokens, stats.prefill_s)}",
-        f"decode     {stats.decode_tokens:4d} tokens {_rate(stats.decode_tokens, stats.decode_s)}",
+        f"prefill    {_rate(stats.prefill_tokens, stats.prefill_s)}",
+        f"decode     {_rate(stats.decode_tokens, stats.decode_s)}",
         f"KV cache   {num_cached:4d} tokens in {used}: "
         f"{human(stats.peak_pages * cache.page_bytes)} of {human(cache.total_bytes)}",
         f"kernel     {kernels}",
@@ -189,7 +189,8 @@ def _report(llm: LLM) -> str:
 
 
 def _rate(num_tokens: int, seconds: float) -> str:
-    return f"{num_tokens / seconds:8.1f} tokens/s" if num_tokens else "        -"
+    speed = f"{num_tokens / seconds:.1f} tokens/s" if num_tokens else "-"
+    return f"{num_tokens:4d} tokens, {speed}"
 
 
 if __name__ == "__main__":

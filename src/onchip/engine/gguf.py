@@ -103,7 +103,7 @@ class GGUFFile:
         records = [self._record() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
-        self.tensors = {name: self._locate(name, *rest, start) for name, *rest in records}
+        self.tensors = {record[0]: self._locate(*record, start) for record in records}
 
     def _record(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("I")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from onchip import validate
 from onchip.engine.runner import Runner
 from onchip.engine.sampling import SamplingParams
 from onchip.engine.scheduler import Scheduler
@@ -80,46 +81,18 @@ class Stats:
     peak_pages: int = 0
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much an engine takes on at once.
-
-    Args:
-        page_size: N, tokens of a page, 1 or more.
-        cache_tokens: tokens that the cache holds, rounded up to whole pages.
-        max_num_seqs: sequences that run together.
-        max_batch_tokens: prompt tokens of one step; a longer prompt runs alone.
-
-    Raises:
-        ValueError: for a number below 1.
-    """
-
-    page_size: int = 16
-    cache_tokens: int = 8192
-    max_num_seqs: int = 16
-    max_batch_tokens: int = 4096
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: got {value!r}; allowed: an integer from 1. Change it.")
-
-    @property
-    def num_pages(self) -> int:
-        """P."""
-        return -(-self.cache_tokens // self.page_size)
-
-
 class LLM:
     """A model, its paged cache and the loop that feeds them.
 
     Args:
         path: a Hugging Face folder (config.json, safetensors, tokenizer.json) or a GGUF file, of
             the Llama family or Qwen3.
-        dtype: of matrices and cache, float32, bfloat16 or float16; None for the fastest that answers right, see
-            `default_dtype`.
+        dtype: of matrices and cache, float32, bfloat16 or float16; None for `default_dtype`.
         device: where the model runs.
-        budget: sizes of the cache and of a step.
+        page_size: N, tokens of a page, any number from 1.
+        cache_tokens: tokens that the cache holds, rounded up to whole pages.
+        max_num_seqs: sequences that run together.
+        max_batch_tokens: prompt tokens of one step; a longer prompt runs alone.
         progress: called while loading with (parameters done, parameters in all).
 
     Attributes:
@@ -129,7 +102,8 @@ class LLM:
         stats: work done so far.
 
     Raises:
-        ValueError: if the files are not a whole model of a kind that is implemented.
+        ValueError: if the files are not a whole model of a kind that is implemented, or a number
+            is below 1.
     """
 
     def __init__(
@@ -138,42 +112,55 @@ class LLM:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        budget: Budget | None = None,
+        page_size: int = 16,
+        cache_tokens: int = 8192,
+        max_num_seqs: int = 16,
+        max_batch_tokens: int = 4096,
         progress: Progress | None = None,
     ):
-        budget = Budget() if budget is None else budget
+        counts = {
+            "page_size": page_size,
+            "cache_tokens": cache_tokens,
+            "max_num_seqs": max_num_seqs,
+            "max_batch_tokens": max_batch_tokens,
+        }
+        for name, value in counts.items():
+            validate.count(name, value, 1)
         device = torch.device(device)
         dtype = default_dtype(device) if dtype is None else dtype
         if dtype not in _DTYPES:
             allowed = ", ".join(map(str, _DTYPES))
             raise ValueError(f"dtype: got {dtype!r}; allowed: {allowed}. None chooses for you.")
+        num_pages = -(-cache_tokens // page_size)
         checkpoint = open_checkpoint(path)
         self.config = config = checkpoint.config
         self.tokenizer = load_tokenizer(checkpoint)
         self.cache = PagedKVCache(
             config.num_layers,
-            budget.num_pages,
-            budget.page_size,
+            num_pages,
+            page_size,
             config.num_kv_heads,
             config.head_dim,
             dtype,
             device,
         )
         self.runner = Runner(load_model(checkpoint, dtype, device, progress), self.cache)
-        self.scheduler = Scheduler(self.cache, budget.max_num_seqs, budget.max_batch_tokens)
-        self.max_length = min(config.max_context, budget.num_pages * budget.page_size)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, max_batch_tokens)
+        self.max_length = min(config.max_context, num_pages * page_size)
         self.stats = Stats()
 
     def step(self) -> list[Running]:
         """One turn of the engine: schedule, run, take the tokens.
 
         Returns:
-            The sequences that got a token.
+            The sequences that got a token; none if there was nothing to do.
 
         Mutates: the cache, the scheduler, the sequences and the stats.
         """
         started = time.perf_counter()
         batch = self.scheduler.schedule()
+        if not batch.sequences:
+            return []
         try:
             token_ids = self.runner.run(batch)
         except BaseException:
@@ -262,7 +249,9 @@ class LLM:
                 f"params: got {len(params)} for {len(prompts)} prompts; allowed: one for all or "
                 f"one a prompt. Give as many."
             )
-        return [self._sequence(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        return [
+            self._sequence(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))
+        ]
 
     def _sequence(self, index: int, prompt: Prompt, params: SamplingParams) -> Running:
         name = f"prompts[{index}]"
@@ -277,7 +266,7 @@ class LLM:
                 f"{name}: has {len(ids)} tokens; allowed: {self.max_length}, the smaller of the "
                 f"model's context ({self.config.max_context}) and the cache "
                 f"({self.cache.num_pages * self.cache.page_size}). Shorten it, or raise "
-                f"Budget.cache_tokens if the cache is the smaller."
+                f"cache_tokens if the cache is the smaller."
             )
         own = () if params.ignore_eos else self.config.eos_token_ids
         stop_ids = frozenset((*own, *params.stop_token_ids))

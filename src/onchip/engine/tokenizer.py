@@ -76,7 +76,9 @@ class Tokenizer:
         def raise_exception(message: str):
             raise TemplateError(message)
 
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        jinja = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         jinja.globals["raise_exception"] = raise_exception
         try:
             text = jinja.from_string(self.chat_template).render(
@@ -133,7 +135,8 @@ class TextStream:
             # One token stays: some tokenizers drop the space before the first word.
             self._window = self._window[-1:]
             self._num_shown = len(self._tokenizer.decode(self._window))
-        return self._release(self._cut_at_stop() or self._held())
+        self._cut_at_stop()
+        return self._release(self._held())
 
     def flush(self) -> str:
         """Gives out what was held back, at the end.
@@ -146,13 +149,12 @@ class TextStream:
             self._cut_at_stop()
         return self._release(0)
 
-    def _cut_at_stop(self) -> int:
-        """Drops everything from the first stop string on; nothing is held back then."""
+    def _cut_at_stop(self) -> None:
+        """Drops everything from the first stop string on."""
         found = [at for stop in self._stop if (at := self._pending.find(stop)) >= 0]
         if found:
             self._pending = self._pending[: min(found)]
             self.stopped = True
-        return 0
 
     def _held(self) -> int:
         """Characters at the end that may begin a stop string."""
@@ -241,7 +243,8 @@ def _from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (token_id := of(f"{key}_token_id")) is not None:
             variables[f"{name}_token"] = tokens[token_id]
-    prefix = [of("bos_token_id")] if of("add_bos_token", False) else []
+    adds_bos = of("add_bos_token", split == "llama-bpe")  # llama.cpp's own default
+    prefix = [of("bos_token_id")] if adds_bos else []
     return Tokenizer(backend, metadata.get("tokenizer.chat_template"), variables, prefix)
 
 

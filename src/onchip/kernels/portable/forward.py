@@ -22,92 +22,26 @@ and denominator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.kernels.portable import masks
-from onchip.kernels.portable.config import (
-    L2_BUDGET_BYTES,
-    Config,
-    can_describe,
-    choose_forward,
-    padded,
+from onchip.kernels.portable.arguments import (
+    Lengths,
+    lengths_of,
+    numbers_of,
+    sources_of,
+    spec_of,
 )
+from onchip.kernels.portable.config import Config, choose_forward
 from onchip.problem import Layout, Problem, Tensors
 
 LN2 = masks.LN2
 LOG2E = masks.LOG2E
-
-_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What the compiled code depends on; everything else is a run-time value.
-
-    Args:
-        block_m: BM.
-        block_n: BN.
-        dim: D.
-        dim_v: D_v.
-        width: D padded to a power of two.
-        width_v: D_v padded.
-        has_left: whether the mask has a left edge.
-        has_right: whether it has a right edge.
-        has_first: whether keys may begin after the sequence's first row.
-        fold_scale: whether the scale waits for the exponent's own multiplication; it must be
-            positive, and nothing may come between it and the softmax.
-        has_softcap: whether logits are capped.
-        alibi_dim: dimensions of the slopes, 0 for none.
-        page_size: N, 0 when not paged.
-        vector: strides come in units of so many elements, which tells Triton their alignment.
-        precision: of float32 matrix products, "ieee" or "tf32".
-        is_float32: whether q is float32.
-        described: whether q, k and v are tensor descriptors.
-        has_foreign: whether a descriptor can meet rows that are not the sequence's own.
-        packed_q: whether lse is (H, T_q).
-        longest_first: whether later query blocks, which see more keys, start first.
-        careful: the spec of the walk that keeps values that are not finite out of rows that do
-            not see them.
-    """
-
-    block_m: int
-    block_n: int
-    dim: int
-    dim_v: int
-    width: int
-    width_v: int
-    has_left: bool
-    has_right: bool
-    has_first: bool
-    fold_scale: bool
-    has_softcap: bool
-    alibi_dim: int
-    page_size: int
-    vector: int
-    precision: str
-    is_float32: bool
-    described: bool
-    has_foreign: bool
-    packed_q: bool
-    longest_first: bool
-    careful: Spec | None = None
-
-
-class Lengths(NamedTuple):
-    """Tensors that say where sequences lie; each may be None."""
-
-    cu_seqlens_q: Tensor | None  # (B + 1,)
-    cu_seqlens_k: Tensor | None  # (B + 1,)
-    seqused_k: Tensor | None  # (B,)
-    leftpad_k: Tensor | None  # (B,)
-    block_table: Tensor | None  # (B, max_pages)
 
 
 class Rows(NamedTuple):
@@ -273,7 +207,7 @@ def _walk(
     first, limit = band.first_key, band.seqlen_k
     PAGED: tl.constexpr = SPEC.page_size > 0
     factor = terms.scale if SPEC.fold_scale else 1.0
-    for n in tl.range(start, stop, SPEC.block_n):
+    for n in tl.range(start, stop, SPEC.block_n, num_stages=1 if SCRUBBED else None):
         k = _load_tile(
             keys, n, first, limit, SPEC.block_n, SPEC.dim, SPEC.width, SPEC, PAGED, MASKED
         )
@@ -316,28 +250,8 @@ def _has_leak(stats: Stats):
 
 
 @triton.jit
-def _add_nonfinite(acc, row_start, start, stop, values: Rows, band: Band, SPEC: tl.constexpr):
-    """Adds every value that is not finite to the rows that see it, one key after the other."""
-    BN: tl.constexpr = SPEC.block_n
-    PAGED: tl.constexpr = SPEC.page_size > 0
-    first, limit = band.first_key, band.seqlen_k
-    rows = row_start + tl.arange(0, SPEC.block_m)
-    for n in tl.range(start, stop, BN, num_stages=1):
-        v = _load_tile(values, n, first, limit, BN, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, True)
-        v = v.to(tl.float32)
-        index = n + tl.arange(0, BN)
-        if tl.max(tl.max((~_is_finite(v)).to(tl.int32), 1), 0) > 0:
-            for j in tl.range(n, tl.minimum(n + BN, stop), num_stages=1):
-                value = tl.sum(tl.where((index == j)[:, None], v, 0.0), 0)  # (D_v,)
-                seen = masks.visible(rows, j, limit, band.shift, first, band.left, band.right,
-                                     SPEC.has_left, SPEC.has_right)  # fmt: skip
-                counts = seen[:, None] & (~_is_finite(value))[None, :]
-                acc += tl.where(counts, value[None, :], 0.0)
-    return acc
-
-
-@triton.jit
-def _empty(SPEC: tl.constexpr):
+def _nothing(SPEC: tl.constexpr):
+    """Statistics of rows before their first key."""
     BM: tl.constexpr = SPEC.block_m
     WIDTH_V: tl.constexpr = SPEC.width_v
     return Stats(
@@ -349,16 +263,9 @@ def _empty(SPEC: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, row_start, row_end, keys: Rows, values: Rows, careful, band: Band, terms: Terms,
-    SPEC: tl.constexpr,
-):  # fmt: skip
-    """Statistics of the rows over all the keys that they see, in up to three walks.
-
-    A tile that the mask crosses multiplies hidden values by 0, and 0 * NaN is NaN. Looking
-    for that in every tile costs time always; looking at the result costs next to nothing, so
-    that is done, and if there is a leak the outputs are made again without those values.
-    `careful` holds keys and values as pointers for that: tiles can be small there.
-    """
+    q, row_start, row_end, keys: Rows, values: Rows, band: Band, terms: Terms, SPEC: tl.constexpr
+):
+    """Statistics of the rows over all the keys that they see, in up to three walks."""
     BN: tl.constexpr = SPEC.block_n
     any_start, any_end = masks.keys_seen_by_any(
         row_start, row_end, *band, SPEC.has_left, SPEC.has_right
@@ -366,27 +273,29 @@ def _attend(
     all_start, all_end = masks.keys_seen_by_all(
         row_start, row_end, *band, SPEC.has_left, SPEC.has_right
     )
-    stats = _empty(SPEC)
-    start = any_start // BN * BN
-    full_start = start
+    stats = _nothing(SPEC)
+    full_start = any_start // BN * BN
     if SPEC.has_left or SPEC.has_first:
+        start = full_start
         full_start = tl.minimum(tl.cdiv(all_start, BN), tl.cdiv(any_end, BN)) * BN
         stats = _walk(stats, q, row_start, start, full_start, keys, values, band, terms,
                       SPEC, True, False)  # fmt: skip
     full_end = tl.maximum(full_start, all_end // BN * BN)
     stats = _walk(stats, q, row_start, full_start, full_end, keys, values, band, terms,
                   SPEC, False, False)  # fmt: skip
-    stats = _walk(stats, q, row_start, full_end, any_end, keys, values, band, terms,
-                  SPEC, True, False)  # fmt: skip
-    acc = stats.acc
-    if SPEC.has_left or SPEC.has_right:
-        CAREFUL: tl.constexpr = SPEC.careful
-        if _has_leak(stats):
-            start = any_start // CAREFUL.block_n * CAREFUL.block_n
-            clean = _walk(_empty(SPEC), q, row_start, start, any_end, careful[0], careful[1],
-                          band, terms, CAREFUL, True, True)  # fmt: skip
-            acc = _add_nonfinite(clean.acc, row_start, start, any_end, careful[1], band, CAREFUL)
-    return Stats(acc, stats.maximum, stats.denominator)
+    return _walk(stats, q, row_start, full_end, any_end, keys, values, band, terms,
+                 SPEC, True, False)  # fmt: skip
+
+
+@triton.jit
+def _attend_finite(
+    q, row_start, row_end, keys: Rows, values: Rows, band: Band, terms: Terms, SPEC: tl.constexpr
+):
+    """`_attend` where values that are not finite count as 0, in one walk."""
+    start, end = masks.keys_seen_by_any(row_start, row_end, *band, SPEC.has_left, SPEC.has_right)
+    start = start // SPEC.block_n * SPEC.block_n
+    return _walk(_nothing(SPEC), q, row_start, start, end, keys, values, band, terms,
+                 SPEC, True, True)  # fmt: skip
 
 
 @triton.jit
@@ -414,6 +323,45 @@ def _store(stats: Stats, out, lse, rows, num_rows, stride_row, SPEC: tl.constexp
     tl.store(lse + rows, (stats.maximum + tl.log2(stats.denominator)) * LN2, mask=inside)
 
 
+@triton.jit
+def _add_value(out, rows, seen, stride_row, values: Rows, j, SPEC: tl.constexpr):
+    """Adds what is not finite of value j, some columns at a time to save registers."""
+    CHUNK: tl.constexpr = 64 if SPEC.width_v > 64 else SPEC.width_v
+    if SPEC.page_size > 0:
+        page = tl.load(values.table + j // SPEC.page_size)
+        source = values.source + page * values.stride_page
+        source += (j % SPEC.page_size) * values.stride_row
+    else:
+        source = values.source + tl.cast(j, tl.int64) * values.stride_row
+    for column in tl.range(0, SPEC.width_v, CHUNK, num_stages=1):
+        columns = column + tl.arange(0, CHUNK)
+        value = tl.load(source + columns, mask=columns < SPEC.dim_v, other=0.0).to(tl.float32)
+        counts = seen[:, None] & (~_is_finite(value))[None, :]
+        pointers = out + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
+        sums = tl.load(pointers, mask=counts, other=0.0).to(tl.float32) + value[None, :]
+        tl.store(pointers, sums.to(out.dtype.element_ty), mask=counts)
+
+
+@triton.jit
+def _add_nonfinite(
+    out, rows, num_rows, stride_row, row_start, row_end, values: Rows, band: Band,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Adds every value that is not finite to the stored outputs of the rows that see it."""
+    BN: tl.constexpr = SPEC.block_n
+    PAGED: tl.constexpr = SPEC.page_size > 0
+    first, limit = band.first_key, band.seqlen_k
+    start, end = masks.keys_seen_by_any(row_start, row_end, *band, SPEC.has_left, SPEC.has_right)
+    tl.debug_barrier()  # other threads stored what is loaded here
+    for n in tl.range(start // BN * BN, end, BN, num_stages=1):
+        v = _load_tile(values, n, first, limit, BN, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, True)
+        if tl.max(tl.max((~_is_finite(v)).to(tl.int32), 1), 0) > 0:
+            for j in tl.range(tl.maximum(n, start), tl.minimum(n + BN, end), num_stages=1):
+                seen = masks.visible(rows, j, limit, band.shift, first, band.left, band.right,
+                                     SPEC.has_left, SPEC.has_right)  # fmt: skip
+                _add_value(out, rows, seen & (rows < num_rows), stride_row, values, j, SPEC)
+
+
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
 # lengths and strides, the numbers must be parameters of their own. Hence so many.
 _NUMBERS = (
@@ -438,9 +386,8 @@ def attn_fwd_portable(
     block, batch, head = _locate(num_blocks, num_sequences, num_heads, heads_per_group, SPEC)
     q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
     row_start = block * SPEC.block_m
-    if SPEC.packed_q:
-        if row_start >= num_rows:
-            return
+    if SPEC.packed_q and row_start >= num_rows:
+        return
     k_start, length_k, first_key = masks.key_span(
         lengths.cu_seqlens_k, lengths.seqused_k, lengths.leftpad_k, batch, seqlen_k
     )
@@ -467,18 +414,10 @@ def attn_fwd_portable(
         queries, row_start, 0, num_rows, SPEC.block_m, SPEC.dim, SPEC.width, SPEC, False, True
     )
     row_end = tl.minimum(row_start + SPEC.block_m, num_rows)
-    careful = (keys, values)
-    if SPEC.described:
-        CAREFUL: tl.constexpr = SPEC.careful
-        careful = (
-            _rows_of(k_pointer, place, kv_head, k_start, stride_kb, stride_ks, stride_kh, 0,
-                     CAREFUL, False),
-            _rows_of(v_pointer, place, kv_head, k_start, stride_vb, stride_vs, stride_vh, 0,
-                     CAREFUL, False),
-        )  # fmt: skip
-    stats = _attend(tile, row_start, row_end, keys, values, careful, band, terms, SPEC)
+    stats = _attend(tile, row_start, row_end, keys, values, band, terms, SPEC)
     if sinks is not None:
-        stats = _with_sink(stats, tl.load(sinks + head).to(tl.float32) * LOG2E)
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        stats = _with_sink(stats, sink)
 
     stride_out = tl.cast(num_heads, tl.int64) * SPEC.dim_v
     if SPEC.packed_q:
@@ -489,7 +428,24 @@ def attn_fwd_portable(
         lse += (first_row * num_heads) + tl.cast(head, tl.int64) * seqlen_q
     out += first_row * stride_out + head * SPEC.dim_v
     rows = row_start + tl.arange(0, SPEC.block_m)
+    leak = _has_leak(stats) if SPEC.has_left or SPEC.has_right else False
     _store(stats, out, lse, rows, num_rows, stride_out, SPEC)
+
+    # A tile that the mask crosses multiplies hidden values by 0, and 0 * NaN is NaN. To look
+    # for that in every tile would cost time always; one look at the result costs next to none.
+    if SPEC.has_left or SPEC.has_right:
+        CAREFUL: tl.constexpr = SPEC.careful
+        if leak:
+            k_rows = _rows_of(k_pointer, place, kv_head, k_start, stride_kb, stride_ks, stride_kh,
+                              table, CAREFUL, PAGED)  # fmt: skip
+            v_rows = _rows_of(v_pointer, place, kv_head, k_start, stride_vb, stride_vs, stride_vh,
+                              table, CAREFUL, PAGED)  # fmt: skip
+            again = _attend_finite(tile, row_start, row_end, k_rows, v_rows, band, terms, CAREFUL)
+            if sinks is not None:
+                again = _with_sink(again, sink)
+            _store(again, out, lse, rows, num_rows, stride_out, SPEC)
+            _add_nonfinite(out, rows, num_rows, stride_out, row_start, row_end, v_rows, band,
+                           CAREFUL)  # fmt: skip
 
 
 def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -517,141 +473,21 @@ def launch_with(config: Config, problem: Problem, tensors: Tensors) -> tuple[Ten
     grid = (num_blocks * problem.batch * problem.num_heads,)
     if out.numel() == 0 or grid[0] == 0:
         return out, lse
-    spec = _spec(config, problem, tensors)
+    spec = spec_of(config, problem, tensors)
     options = {"maxnreg": config.max_registers} if config.max_registers else {}
     attn_fwd_portable[grid](
-        *_sources(config, spec, tensors),
+        *sources_of(config, spec, tensors),
         tensors.k,
         tensors.v,
         out,
         lse,
-        _lengths(tensors),
+        lengths_of(tensors),
         tensors.alibi_slopes,
         tensors.sinks,
-        *_numbers(config, spec, problem, tensors),
+        *numbers_of(config, spec, problem, tensors),
         SPEC=spec,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options,
     )
     return out, lse
-
-
-def _lengths(tensors: Tensors) -> Lengths:
-    return Lengths(
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-        tensors.seqused_k,
-        tensors.leftpad_k,
-        tensors.block_table,
-    )
-
-
-def _spec(config: Config, problem: Problem, tensors: Tensors) -> Spec:
-    described = config.descriptors and can_describe(problem) and _is_aligned(tensors)
-    packed = problem.layout_q is Layout.PACKED
-    spec = Spec(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        dim=problem.head_dim,
-        dim_v=problem.head_dim_v,
-        width=padded(problem.head_dim),
-        width_v=padded(problem.head_dim_v),
-        has_left=problem.mask.left >= 0,
-        has_right=problem.mask.right >= 0,
-        has_first=problem.leftpad,
-        fold_scale=problem.scale > 0 and problem.softcap == 0 and problem.alibi == 0,
-        has_softcap=problem.softcap > 0,
-        alibi_dim=problem.alibi,
-        page_size=problem.page_size,
-        vector=16 // tensors.q.element_size() if _is_aligned(tensors) else 1,
-        precision=_precision(problem),
-        is_float32=problem.dtype == torch.float32,
-        described=described,
-        has_foreign=described and (packed or problem.seqused_k or problem.leftpad),
-        packed_q=packed,
-        longest_first=problem.mask.right >= 0 or packed,
-    )
-    return replace(spec, careful=replace(spec, block_n=16, described=False, has_foreign=False))
-
-
-def _precision(problem: Problem) -> str:
-    """How float32 products are made: as torch makes its own, tf32 on NVIDIA only."""
-    if problem.dtype != torch.float32 or not problem.arch.startswith("sm_"):
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
-    """Strides of sequence (or page), row and head in elements; 0 where a size is 1."""
-    strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return (0, *strides[:2]) if packed else tuple(strides[:3])
-
-
-def _is_packed(x: Tensor) -> bool:
-    return x.dim() == 3
-
-
-def _is_aligned(tensors: Tensors) -> bool:
-    """Whether every row of q, k and v begins at a multiple of 16 bytes."""
-    for x in (tensors.q, tensors.k, tensors.v):
-        unit = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
-            return False
-    return True
-
-
-def _sources(config: Config, spec: Spec, tensors: Tensors) -> tuple:
-    """q, k and v as the kernel reads them."""
-    if not spec.described:
-        return tensors.q, tensors.k, tensors.v
-    return (
-        _describe(tensors.q, config.block_m, spec.width),
-        _describe(tensors.k, config.block_n, spec.width),
-        _describe(tensors.v, config.block_n, spec.width_v),
-    )
-
-
-def _describe(x: Tensor, block: int, width: int) -> TensorDescriptor:
-    """(B, H, S, D), B = 1 when packed, read in tiles of one head's rows."""
-    x = (x.unsqueeze(0) if _is_packed(x) else x).transpose(1, 2)
-    unit = 16 // x.element_size()
-    # A dimension of size 1 may have any stride, which TMA would refuse.
-    strides = [unit if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, block, width])
-
-
-def _numbers(config: Config, spec: Spec, problem: Problem, tensors: Tensors) -> tuple:
-    """The kernel's run-time numbers, in its order from stride_qb to softcap."""
-    strides = [
-        stride // spec.vector
-        for x in (tensors.q, tensors.k, tensors.v)
-        for stride in _strides(x, _is_packed(x))
-    ]
-    table = tensors.block_table
-    scale, softcap = problem.scale, problem.softcap
-    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
-    return (
-        *strides,
-        0 if table is None else table.stride(0),
-        problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.tokens_q,
-        problem.num_heads,
-        problem.group,
-        _heads_per_group(config, problem),
-        left,
-        right,
-        scale / softcap if softcap > 0 else scale * LOG2E.value,
-        softcap * LOG2E.value,
-    )
-
-
-def _heads_per_group(config: Config, problem: Problem) -> int:
-    """Query heads whose programs run interleaved: as many as share the L2 cache."""
-    if not config.group_heads:
-        return 1
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
-    kv_heads = max(1, L2_BUDGET_BYTES // max(1, problem.seqlen_k * row_bytes))
-    return min(kv_heads * problem.group, problem.batch * problem.num_heads)

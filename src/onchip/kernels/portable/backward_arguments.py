@@ -1,0 +1,180 @@
+"""What the portable backward's launches hand to their kernels: the compiled part and the numbers.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, BM / BN rows and columns of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from onchip.kernels.portable.arguments import _describe, _is_packed, _precision, _strides
+from onchip.kernels.portable.backward_config import BackwardConfig, Tiles
+from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
+from onchip.problem import Layout, Problem, Tensors
+
+_LOG2E = math.log2(math.e)
+_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the compiled code depends on; everything else is a run-time value.
+
+    Args:
+        block_m: BM.
+        block_n: BN.
+        dim: D.
+        dim_v: D_v.
+        width: D padded to a power of two.
+        width_v: D_v padded.
+        has_left: whether the mask has a left edge.
+        has_right: whether it has a right edge.
+        has_softcap: whether logits are capped.
+        alibi_dim: dimensions of the slopes, 0 for none.
+        vector: strides come in units of so many elements, which tells Triton their alignment.
+        precision: of float32 matrix products, "ieee" or "tf32".
+        is_float32: whether q is float32.
+        described: whether q, k, v and dout are tensor descriptors.
+        packed: whether sequences lie one after the other in (T, H, D).
+        foreign_rows: whether a descriptor can meet queries that are not the sequence's own.
+        foreign_keys: whether a descriptor can meet keys that are not the sequence's own.
+        has_group: whether query heads share key heads.
+        reduction: where dQ is added up, see `BackwardConfig`.
+        longest_last: whether, of a head's blocks, the last ones walk the longest way.
+    """
+
+    block_m: int
+    block_n: int
+    dim: int
+    dim_v: int
+    width: int
+    width_v: int
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    alibi_dim: int
+    vector: int
+    precision: str
+    is_float32: bool
+    described: bool
+    packed: bool
+    foreign_rows: bool
+    foreign_keys: bool
+    has_group: bool
+    reduction: str
+    longest_last: bool
+
+
+def spec_of(
+    config: BackwardConfig, tiles: Tiles, problem: Problem, tensors: Tensors, dout: Tensor
+) -> Spec:
+    """The compiled part of the kernel that runs with `tiles`."""
+    aligned = _is_aligned(tensors, dout)
+    described = config.descriptors and aligned and can_describe(problem)
+    packed = problem.layout_q is Layout.PACKED
+    reduction = config.reduction
+    if problem.deterministic:
+        reduction = "none"
+    elif reduction == "tma" and (packed or not described or problem.head_dim % 4):
+        reduction = "atomics"
+    return Spec(
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        dim=problem.head_dim,
+        dim_v=problem.head_dim_v,
+        width=padded(problem.head_dim),
+        width_v=padded(problem.head_dim_v),
+        has_left=problem.mask.left >= 0,
+        has_right=problem.mask.right >= 0,
+        has_softcap=problem.softcap > 0,
+        alibi_dim=problem.alibi,
+        vector=16 // tensors.q.element_size() if aligned else 1,
+        precision=_precision(problem),
+        is_float32=problem.dtype == torch.float32,
+        described=described,
+        packed=packed,
+        foreign_rows=described and packed,
+        foreign_keys=described and (packed or problem.seqused_k),
+        has_group=problem.group > 1,
+        reduction=reduction,
+        longest_last=tiles is config.dq and problem.mask.right >= 0,
+    )
+
+
+def _is_aligned(tensors: Tensors, dout: Tensor) -> bool:
+    """Whether every row of q, k, v and dout begins at a multiple of 16 bytes."""
+    for x in (tensors.q, tensors.k, tensors.v, dout):
+        unit = 16 // x.element_size()
+        if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
+            return False
+    return True
+
+
+def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
+    """q, k, v and dout as the kernel reads them."""
+    if not spec.described:
+        return tensors.q, tensors.k, tensors.v, dout
+    return (
+        _describe(tensors.q, spec.block_m, spec.width),
+        _describe(tensors.k, spec.block_n, spec.width),
+        _describe(tensors.v, spec.block_n, spec.width_v),
+        _describe(dout, spec.block_m, spec.width_v),
+    )
+
+
+def sum_of(spec: Spec, dq_sum: Tensor | None) -> TensorDescriptor | Tensor | None:
+    """The float32 dQ, (B, H, S_q, D) or (1, H, T_q, D), as the kernel adds to it."""
+    if dq_sum is None or spec.reduction != "tma":
+        return dq_sum
+    block = [1, 1, spec.block_m, spec.width]
+    return TensorDescriptor(dq_sum, list(dq_sum.shape), list(dq_sum.stride()), block)
+
+
+def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, group: int) -> tuple:
+    """The kernels' run-time numbers, in their order from stride_qb to grad_scale.
+
+    Args:
+        group: heads whose programs run interleaved.
+    """
+    strides = [
+        stride // spec.vector
+        for x in (tensors.q, tensors.k, tensors.v, dout)
+        for stride in _strides(x, _is_packed(x))
+    ]
+    scale, softcap = problem.scale, problem.softcap
+    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
+    return (
+        *strides,
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.tokens_q,
+        problem.num_heads,
+        problem.num_kv_heads,
+        group,
+        left,
+        right,
+        scale / softcap if softcap > 0 else scale * _LOG2E,
+        softcap * _LOG2E,
+        scale,
+    )
+
+
+def heads_per_group(config: BackwardConfig, problem: Problem, seqlen: int, num_heads: int) -> int:
+    """Heads whose programs run interleaved: as many as share the L2 cache with what they walk.
+
+    Args:
+        seqlen: length of the walked side.
+        num_heads: heads that own programs, H or H_kv.
+    """
+    if not config.group_heads:
+        return 1
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    per_head = max(1, seqlen * row_bytes * (problem.num_heads // num_heads))
+    return min(max(1, L2_BUDGET_BYTES // per_head), problem.batch * num_heads)

@@ -1,0 +1,1 @@
+"""Tools that show, number by number, why tiled attention is exact."""
