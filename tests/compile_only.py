@@ -130,14 +130,16 @@ def loop_spills(sass: str) -> int:
             labels[label[1]] = len(instructions)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1])
-    bodies = []
+    spans = []
     for end, text in enumerate(instructions):
         jump = re.search(r"\bBRA\b.*?`\((\.L\w+)\)", text)
-        if jump and labels.get(jump[1], end) < end:
-            bodies.append(instructions[labels[jump[1]] : end + 1])
-    loops = [b for b in bodies if any("MMA" in text for text in b)]
-    inner = [b for b in loops if not any(len(c) < len(b) and c[0] in b for c in loops)]
-    return sum(bool(re.search(r"\b(STL|LDL)\b", text)) for body in inner for text in body)
+        start = labels.get(jump[1], end) if jump else end
+        if start < end and any("MMA" in line for line in instructions[start:end]):
+            spans.append(range(start, end + 1))
+    # Waits that stand out of line jump back too, over everything between: not loops.
+    inner = [s for s in spans if not any(t != s and t[0] in s and t[-1] in s for t in spans)]
+    touched = {i for span in inner for i in span}
+    return sum(bool(re.search(r"\b(STL|LDL)\b", instructions[i])) for i in touched)
 
 
 def resources(binary) -> dict:

@@ -159,3 +159,9 @@ def test_no_tile_no_state():
     assert list(one_pass_states(head, slice(0, 3), 1)) == []
     result = tiled_one_pass(head, 3, 1)
     assert bool((result.out[:3] == 0).all()) and bool((result.lse[:3] == -torch.inf).all())
+
+
+def test_tiles_are_aligned_to_key_0_and_whole_but_for_the_last():
+    head = head_of(6, 8, mask=Mask(left=1, right=0))  # row 3 sees keys 4 and 5, row 5 keys 6, 7
+    assert head.key_tiles(slice(3, 4), 3) == [slice(3, 6)]
+    assert head.key_tiles(slice(3, 6), 3) == [slice(3, 6), slice(6, 8)]

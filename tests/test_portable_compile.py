@@ -24,14 +24,12 @@ FAST = [
     for features in ("full", "causal")
 ]
 OTHERS = [
-    {"arch": "sm_90", "dim": 128, "features": "packed_causal"},
     {"arch": "sm_90", "dim": 128, "features": "window"},
     {"arch": "sm_90", "dim": 80, "features": "terms"},
     {"arch": "sm_90", "dim": 128, "features": "pages"},
-    {"arch": "sm_80", "dim": 128, "features": "causal"},
-    {"arch": "sm_80", "dim": 64, "features": "pages"},
+    {"arch": "sm_80", "dim": 128, "features": "packed_causal"},
     {"arch": "gfx942", "dim": 128, "features": "causal"},
-    {"arch": "gfx942", "dim": 64, "features": "terms"},
+    {"arch": "gfx942", "dim": 64, "features": "pages"},
 ]
 
 
@@ -53,7 +51,7 @@ def test_speed_goals_use_the_tensor_cores_without_spills_in_a_loop(compiled):
     for used in compiled[: len(FAST)]:
         assert used["wgmma"] > 0 and used["tma_loads"] > 0, used
         assert used["loop_spills"] == 0, used
-        assert used["warnings"] == [], used
+        assert used["warnings"] == [], used  # C7510: products that wait for each other
 
 
 def test_lengths_and_windows_compile_nothing_anew():

@@ -124,6 +124,12 @@ def test_rows_that_see_nothing(seqlen_k, sinks):
     assert bool((grads.dq[:, :empty] == 0).all())
     for x in (grads.dq, grads.dk, grads.dv):
         assert bool(x.isfinite().all())
+    if sinks is not None:
+        # An empty row's LSE is the sink itself, so its gradient goes there; -inf has none.
+        dlse = torch.ones_like(lse)
+        dlse[:, :, empty:] = 0.0
+        dsinks = reference.attention_backward(q, k, v, dout.nan_to_num() * 0, dlse, **f).dsinks
+        assert dsinks is not None and dsinks.tolist() == [empty, 0]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -210,10 +216,11 @@ def test_varlen_is_each_sequence_alone(paged, leftpad):
         assert torch.equal(lse[:, rows], want_lse[0])
         assert torch.equal(grads.dq[rows], want_grads.dq[0])
         wanted_dk[keys[b]], wanted_dv[keys[b]] = want_grads.dk[0], want_grads.dv[0]
+        assert want_grads.dsinks is not None
         dsinks += want_grads.dsinks
     assert torch.equal(dk[slots], wanted_dk)
     assert torch.equal(dv[slots], wanted_dv)
-    assert torch.equal(grads.dsinks, dsinks)
+    assert grads.dsinks is not None and torch.equal(grads.dsinks, dsinks)
 
 
 def paginate(k, v, lengths, page_size=2):
@@ -336,7 +343,8 @@ def test_the_tolerance_passes_a_good_kernel(name, dtype):
 @pytest.mark.parametrize("lost", ["causal", "window", "softcap", "scale", "alibi_slopes", "dlse"])
 def test_the_tolerance_notices_what_a_kernel_drops(lost, dtype):
     qkv = problems.qkv(seqlen_q=9, seqlen_k=12, dtype=dtype)
-    name = {"alibi_slopes": "alibi", "dlse": "plain"}.get(lost, lost)
+    names: dict[str, str] = {"alibi_slopes": "alibi", "dlse": "plain"}
+    name = names.get(lost, lost)
     if lost != "dlse":
         with pytest.raises(AssertionError, match="max error"):
             check_forward(forgetful(lost), *qkv, **features_of(name))

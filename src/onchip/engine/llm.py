@@ -286,7 +286,9 @@ class LLM:
 def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on GPUs and on CPUs that multiply it, else float32.
 
-    Decode reads every weight for every token, so half the bytes is nearly twice the speed.
+    Decode reads every weight for every token, so half the bytes is faster: a step of
+    SmolLM2-135M takes 28 ms of one core for its matrices in bfloat16, 42 in float32 (Xeon with
+    AMX). Without the instructions bfloat16 is emulated, and slower.
     """
     if device.type != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16"):
         return torch.bfloat16

@@ -95,7 +95,7 @@ def lengths_of(tensors: Tensors) -> Lengths:
 
 
 def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
-    described = config.descriptors and can_describe(problem) and _is_aligned(tensors)
+    described = config.descriptors and can_describe(problem) and _suits_descriptors(tensors)
     packed = problem.layout_q is Layout.PACKED
     spec = Spec(
         block_m=config.block_m,
@@ -146,6 +146,15 @@ def _is_aligned(tensors: Tensors) -> bool:
         if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
             return False
     return True
+
+
+def _suits_descriptors(tensors: Tensors) -> bool:
+    """Whether TMA takes these tensors: aligned, not empty, no dimension expanded."""
+    inputs = (tensors.q, tensors.k, tensors.v)
+    expanded = any(
+        n > 1 and s == 0 for x in inputs for n, s in zip(x.shape, x.stride(), strict=True)
+    )
+    return _is_aligned(tensors) and not expanded and all(x.numel() > 0 for x in inputs)
 
 
 def sources_of(config: Config, spec: Spec, tensors: Tensors) -> tuple:

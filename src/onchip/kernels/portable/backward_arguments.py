@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.kernels.portable.arguments import _describe, _is_packed, _precision, _strides
-from onchip.kernels.portable.backward_config import BackwardConfig, Tiles
+from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
 from onchip.problem import Layout, Problem, Tensors
 
@@ -72,9 +72,10 @@ class Spec:
 
 
 def spec_of(
-    config: BackwardConfig, tiles: Tiles, problem: Problem, tensors: Tensors, dout: Tensor
+    config: BackwardConfig, owns_keys: bool, problem: Problem, tensors: Tensors, dout: Tensor
 ) -> Spec:
-    """The compiled part of the kernel that runs with `tiles`."""
+    """The compiled part of the dK/dV kernel, which owns keys, or of the dQ kernel."""
+    tiles = config.dkdv if owns_keys else config.dq
     aligned = _is_aligned(tensors, dout)
     described = config.descriptors and aligned and can_describe(problem)
     packed = problem.layout_q is Layout.PACKED
@@ -103,17 +104,22 @@ def spec_of(
         foreign_keys=described and (packed or problem.seqused_k),
         has_group=problem.group > 1,
         reduction=reduction,
-        longest_last=tiles is config.dq and problem.mask.right >= 0,
+        longest_last=not owns_keys and problem.mask.right >= 0,
     )
+
+
+def row_strides(x: Tensor) -> tuple[list[int], int]:
+    """Strides of sequence, row and head in units of 16 bytes where they are that, and the unit."""
+    strides = _strides(x, _is_packed(x))
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(stride % unit for stride in strides):
+        unit = 1
+    return [stride // unit for stride in strides], unit
 
 
 def _is_aligned(tensors: Tensors, dout: Tensor) -> bool:
     """Whether every row of q, k, v and dout begins at a multiple of 16 bytes."""
-    for x in (tensors.q, tensors.k, tensors.v, dout):
-        unit = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
-            return False
-    return True
+    return all(row_strides(x)[1] > 1 for x in (tensors.q, tensors.k, tensors.v, dout))
 
 
 def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
@@ -129,11 +135,10 @@ def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
 
 
 def sum_of(spec: Spec, dq_sum: Tensor | None) -> TensorDescriptor | Tensor | None:
-    """The float32 dQ, (B, H, S_q, D) or (1, H, T_q, D), as the kernel adds to it."""
+    """The float32 dQ, in q's shape, as the kernel adds to it."""
     if dq_sum is None or spec.reduction != "tma":
         return dq_sum
-    block = [1, 1, spec.block_m, spec.width]
-    return TensorDescriptor(dq_sum, list(dq_sum.shape), list(dq_sum.stride()), block)
+    return _describe(dq_sum, spec.block_m, spec.width)
 
 
 def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, group: int) -> tuple:

@@ -5,7 +5,7 @@ No kernel language is imported here, so that `explain` can show a config anywher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,36 +67,33 @@ def can_describe(problem: Problem) -> bool:
 
 def choose_forward(problem: Problem) -> Config:
     """The forward's config for a problem: a pure function, no device is asked."""
-    width = padded(max(problem.head_dim, problem.head_dim_v))
+    width = max(64, padded(max(problem.head_dim, problem.head_dim_v)))
     if problem.dtype == torch.float32:
-        return _FLOAT32[width > 64]
-    band = problem.mask.right >= 0 or problem.mask.left >= 0
+        return _FLOAT32[width]
     if problem.seqlen_q <= 32:
-        return Config(32, 64, 4, 2)
-    if problem.arch in ("sm_90", "sm_100"):
-        return _SM90[width, band] if width >= 64 else _SM90[64, band]
-    if problem.arch == "sm_80":
-        return _SM80[max(width, 64)]
-    return _SAFE[max(width, 64)]
+        return _SHORT[width]
+    if problem.arch == "sm_90":
+        # Rows of a band differ in length: longest first. Without one, heads stay together.
+        banded = problem.mask.right >= 0 or problem.mask.left >= 0
+        return replace(_SM90[width], group_heads=banded)
+    return (_SM80 if problem.arch == "sm_80" else _SAFE)[width]
 
 
-# float32 tiles are twice as large, and full precision has no tensor cores: small tiles.
-_FLOAT32 = {False: Config(64, 32, 4, 2), True: Config(32, 32, 4, 2)}
+# Full precision has no tensor cores, and its operands live in registers: small tiles.
+_FLOAT32 = {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 4, 1)}
 
+# A few rows only: a larger block would compute rows that do not exist.
+_SHORT = {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 2), 256: Config(32, 32, 4, 1)}
+
+# Compiled for sm_90a: 159 to 255 registers, no spills in a loop; two warpgroups of 64 rows.
 _SM90 = {
-    (64, False): Config(128, 128, 8, 2, descriptors=True),
-    (64, True): Config(128, 128, 8, 2, descriptors=True, group_heads=True),
-    (128, False): Config(128, 128, 8, 2, descriptors=True),
-    (128, True): Config(128, 128, 8, 2, descriptors=True, group_heads=True),
-    (256, False): Config(128, 64, 8, 2, descriptors=True),
-    (256, True): Config(128, 64, 8, 2, descriptors=True, group_heads=True),
+    64: Config(128, 128, 8, 2, descriptors=True),
+    128: Config(128, 128, 8, 2, descriptors=True),
+    256: Config(128, 64, 8, 2, descriptors=True),
 }
 
-_SM80 = {
-    64: Config(128, 64, 4, 3),
-    128: Config(128, 64, 8, 2, group_heads=True),
-    256: Config(64, 32, 4, 2),
-}
+# The largest tiles that compiled for sm_80 without spills (128 x 64 spills at D = 128).
+_SM80 = {64: Config(128, 64, 4, 3), 128: Config(128, 32, 8, 2), 256: Config(64, 32, 8, 2)}
 
-# 64 KiB of shared memory (sm_75, sm_86, CDNA) hold these.
-_SAFE = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)}
+# These fit 64 KiB of shared memory, which the smallest GPUs have (gfx942, sm_75).
+_SAFE = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 8, 1)}

@@ -1,0 +1,1 @@
+"""Measurements: speed, memory and host overhead, as JSON under benchmarks/results."""

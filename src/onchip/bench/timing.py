@@ -1,0 +1,56 @@
+"""Times of several callables measured side by side.
+
+Rounds are interleaved (A B C, A B C, ...): a slow moment of the machine falls on neighbours
+alike. Medians stand for a callable's time, and medians of each round's quotient for a ratio.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def interleaved_us(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int = 7,
+    min_time_us: float = 2000.0,
+    sync: Callable[[], None] | None = None,
+) -> dict[str, list[float]]:
+    """Time of one call in each round.
+
+    Args:
+        calls: name -> what to time.
+        rounds: times that each is measured.
+        min_time_us: a measurement repeats a short call until it has lasted so long.
+        sync: waits until a device is done; None where calls return when done.
+
+    Returns:
+        name -> `rounds` times of one call, microseconds.
+    """
+    wait = sync or (lambda: None)
+    repeats = {name: _repeats(call, min_time_us, wait) for name, call in calls.items()}
+    times_us: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times_us[name].append(_once_us(call, repeats[name], wait))
+    return times_us
+
+
+def median_ratio(above_us: list[float], below_us: list[float]) -> float:
+    """Median over rounds of above / below: both of a round met the same machine."""
+    return statistics.median(a / b for a, b in zip(above_us, below_us, strict=True))
+
+
+def _once_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) -> float:
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait()
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def _repeats(call: Callable[[], object], min_time_us: float, wait: Callable[[], None]) -> int:
+    _once_us(call, 1, wait)  # warms up
+    return max(1, round(min_time_us / max(1e-3, _once_us(call, 1, wait))))

@@ -1,0 +1,688 @@
+"""The portable backward: FlashAttention-2 in plain Triton, for any GPU that Triton compiles for.
+
+Method: nothing but the LSE was kept, so S and P are computed again, tile by tile (Dao et al.
+2022, FlashAttention, algorithm 4; Dao 2023, FlashAttention-2, algorithm 2):
+
+    P = exp(S - LSE); dV = P^T dO; dP = dO V^T; dS = P * (dP - D); dQ = scale dS K; dK = scale dS^T Q
+    with D = rowsum(dO * O) - dLSE, and through the softcap dS *= 1 - (S / softcap)^2.
+
+Three kernels. `attn_bwd_pre_portable` makes D, and a block's part of the sinks' gradient.
+`attn_bwd_dkdv_portable` has a program per block of BN keys and head of K: it walks over the
+queries of every head of its group in tiles of BM. `attn_bwd_dq_portable` has a program per
+block of BM queries and head and walks over the keys. So every gradient is summed by one program
+in one order: bitwise reproducible, without atomics, at the price of computing S and dP twice.
+The dK/dV kernel holds S and dP transposed, so that P^T and dS^T are register operands of the
+products that need them. A config may instead let it add dQ = dS K to a float32 tensor.
+Logits are in base 2, as in the forward. Only tiles that an edge of the mask crosses are masked,
+and tiles that it hides are not visited.
+
+Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H_kv, D); any
+strides with the last one 1. lse, dlse (B, H, S_q) or (H, T_q). Gradients are contiguous, and 0
+where nothing is seen. Extra memory in bytes: 8 B H S_q (LSE in base 2, and D), and with sinks
+4 B H ceil(S_q / 64); 4 B S_q H D more if dQ is added up from the dK/dV kernel.
+
+It does not do: pages, dropout, user score functions. A value of K or V that is not finite
+reaches the dQ of hidden rows in the tiles that the mask's edge crosses.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, BM / BN rows and columns of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.kernels.portable import masks
+from onchip.kernels.portable.arguments import Lengths, lengths_of
+from onchip.kernels.portable.backward_arguments import (
+    Spec,
+    heads_per_group,
+    numbers_of,
+    row_strides,
+    sources_of,
+    spec_of,
+    sum_of,
+)
+from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
+from onchip.kernels.portable.config import padded
+from onchip.problem import Layout, Problem, Saved, Tensors
+
+LOG2E = masks.LOG2E
+PRE_BLOCK = 64  # rows of a program of the first kernel
+
+
+class Rows(NamedTuple):
+    """Where one head's rows of q, k, v or dout of one sequence lie.
+
+    Behind a descriptor they are found by coordinates, else by pointer and stride.
+    """
+
+    source: object  # descriptor, or pointer to the sequence's first row
+    batch: object
+    head: object
+    first: object
+    stride_row: object
+
+
+class Queries(NamedTuple):
+    """What a tile of queries is read from."""
+
+    q: Rows
+    dout: Rows
+    lse: object  # pointer, LSE in base 2, +inf for rows that see nothing
+    delta: object  # pointer, D
+    num_rows: object
+
+
+class Band(NamedTuple):
+    """The mask of one sequence; see `masks`."""
+
+    seqlen_k: object
+    shift: object
+    first_key: object
+    left: object
+    right: object
+
+
+class Terms(NamedTuple):
+    """What turns Q K^T into logits of base 2."""
+
+    scale: object  # scale * log2(e); with a softcap, scale / softcap
+    softcap: object  # softcap * log2(e)
+    slope: object  # ALiBi slope * log2(e)
+
+
+class Strides(NamedTuple):
+    """Strides of sequence, row and head."""
+
+    batch: object
+    row: object
+    head: object
+
+
+@triton.jit
+def _locate(num_blocks, num_sequences, num_heads, group, LONGEST_LAST: tl.constexpr):
+    """This program's block, sequence and head.
+
+    Heads come in groups that share the L2 cache; in a group all heads' first blocks come before
+    all heads' second ones.
+    """
+    program = tl.program_id(0)
+    first = program // (group * num_blocks) * group
+    rest = program - first * num_blocks
+    size = tl.minimum(group, num_sequences * num_heads - first)
+    block = rest // size
+    index = first + rest % size
+    if LONGEST_LAST:
+        block = num_blocks - 1 - block
+    return block, index // num_heads, index % num_heads
+
+
+@triton.jit
+def _rows_of(source, batch, head, first, strides: Strides, SPEC: tl.constexpr):
+    """`Rows` of one head of one sequence; offsets are 64-bit from here on."""
+    row = strides.row * SPEC.vector
+    place = batch
+    if SPEC.packed:
+        place = 0
+    if not SPEC.described:
+        source += place * (strides.batch * SPEC.vector) + head * (strides.head * SPEC.vector)
+        source += tl.cast(first, tl.int64) * row
+    return Rows(source, place, head, first, row)
+
+
+@triton.jit
+def _load_tile(
+    rows: Rows, start, limit, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    CLEAN: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK, WIDTH) from row `start` on; 0 past D.
+
+    Rows from `limit` on are 0, except through a descriptor, which gives 0 outside of the whole
+    tensor only: CLEAN clears other sequences' rows there.
+    """
+    index = start + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
+    if SPEC.described:
+        tile = rows.source.load([rows.batch, rows.head, rows.first + start, 0])
+        tile = tile.reshape(BLOCK, WIDTH)
+        if CLEAN:
+            tile = tl.where((index < limit)[:, None], tile, 0.0)
+        return tile
+    else:
+        base = rows.source + tl.cast(start, tl.int64) * rows.stride_row
+        pointers = base + (tl.arange(0, BLOCK) * rows.stride_row)[:, None] + columns[None, :]
+        if DIM < WIDTH:
+            inside = (index < limit)[:, None] & (columns < DIM)[None, :]
+        else:
+            inside = (index < limit)[:, None]
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
+    """Base 2 logits from Q K^T, before the mask, and the softcap's derivative (else 1).
+
+    `rows` and `columns` broadcast to the tile, whichever way it lies.
+    """
+    scores = products * terms.scale
+    slope = 1.0
+    if SPEC.has_softcap:
+        bent = masks.tanh(scores, SPEC.is_float32)
+        scores = terms.softcap * bent
+        slope = 1.0 - bent * bent
+    if SPEC.alibi_dim > 0:
+        scores += masks.alibi(rows, columns, band.shift, terms.slope)
+    return scores, slope
+
+
+@triton.jit
+def _weights(scores, lse, seen, MASKED: tl.constexpr):
+    """P, 0 where hidden."""
+    weights = tl.exp2(scores - lse)
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def _score_gradient(
+    weights, products, delta, slope, seen, MASKED: tl.constexpr, SPEC: tl.constexpr
+):
+    """dS = P * (dP - D), through the softcap; 0 where hidden, whatever dP is."""
+    gradient = weights * (products - delta)
+    if SPEC.has_softcap:
+        gradient = gradient * slope
+    if MASKED:
+        gradient = tl.where(seen, gradient, 0.0)
+    return gradient
+
+
+@triton.jit
+def _seen(rows, columns, band: Band, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Which pairs of a tile the mask lets through; None where it lets all."""
+    if MASKED:
+        return masks.visible(
+            rows, columns, band.seqlen_k, band.shift, band.first_key, band.left, band.right,
+            SPEC.has_left, SPEC.has_right,
+        )  # fmt: skip
+    else:
+        return True
+
+
+@triton.jit
+def _add_to_dq(ds_t, k, dq_sum: Rows, start, num_rows, SPEC: tl.constexpr):
+    """Adds dS K of one tile to the float32 dQ."""
+    part = tl.dot(tl.trans(ds_t), k, input_precision=SPEC.precision)  # (BM, D)
+    if SPEC.reduction == "tma":
+        source = dq_sum.source
+        block = part.reshape(1, 1, SPEC.block_m, SPEC.width)
+        source.atomic_add([dq_sum.batch, dq_sum.head, start, 0], block)
+    else:
+        rows = start + tl.arange(0, SPEC.block_m)
+        columns = tl.arange(0, SPEC.width)
+        inside = (rows < num_rows)[:, None] & (columns < SPEC.dim)[None, :]
+        base = dq_sum.source + tl.cast(start, tl.int64) * dq_sum.stride_row
+        offsets = tl.arange(0, SPEC.block_m) * dq_sum.stride_row
+        pointers = base + offsets[:, None] + columns[None, :]
+        tl.atomic_add(pointers, part, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, k, v, column_start, start, stop, queries: Queries, dq_sum, band: Band, terms: Terms,
+    SPEC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the rows [start, stop), whole tiles, to a block's dK and dV. Tiles lie (BN, BM)."""
+    BM: tl.constexpr = SPEC.block_m
+    CLEAN: tl.constexpr = SPEC.foreign_rows and MASKED
+    columns = column_start + tl.arange(0, SPEC.block_n)[:, None]
+    for m in tl.range(start, stop, BM):
+        index = m + tl.arange(0, BM)
+        inside = index < queries.num_rows
+        rows = index[None, :]
+        q = _load_tile(queries.q, m, queries.num_rows, BM, SPEC.dim, SPEC.width, CLEAN, SPEC)
+        lse = tl.load(queries.lse + index, mask=inside, other=float("inf"))
+        products = tl.dot(k, tl.trans(q), input_precision=SPEC.precision)
+        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
+        seen = _seen(rows, columns, band, MASKED, SPEC)
+        weights = _weights(scores, lse[None, :], seen, MASKED)
+        dout = _load_tile(
+            queries.dout, m, queries.num_rows, BM, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
+        )
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=SPEC.precision)
+        delta = tl.load(queries.delta + index, mask=inside, other=0.0)
+        products = tl.dot(v, tl.trans(dout), input_precision=SPEC.precision)
+        ds = _score_gradient(weights, products, delta[None, :], slope, seen, MASKED, SPEC)
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=SPEC.precision)
+        if SPEC.reduction != "none":
+            _add_to_dq(ds, k, dq_sum, m, queries.num_rows, SPEC)
+    return dk, dv
+
+
+@triton.jit
+def _walk_all_queries(
+    dk, dv, k, v, column_start, column_end, queries: Queries, dq_sum, band: Band, terms: Terms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """A head's part of a block's dK and dV: up to three walks, of which the middle is unmasked.
+
+    Rows past S_q need no mask: they are 0, and their LSE of +inf makes P 0. Keys past S_k make
+    rubbish in their own rows of dK and dV, which are not stored; but not so in dQ.
+    """
+    BM: tl.constexpr = SPEC.block_m
+    any_start, any_end = masks.rows_seeing_any(
+        column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
+        SPEC.has_left, SPEC.has_right,
+    )  # fmt: skip
+    all_start, all_end = masks.rows_seeing_all(
+        column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
+        SPEC.has_left, SPEC.has_right,
+    )  # fmt: skip
+    if not SPEC.foreign_rows:
+        all_end = tl.where(all_end == queries.num_rows, tl.cdiv(all_end, BM) * BM, all_end)
+    start = any_start // BM * BM
+    stop = tl.maximum(start, tl.cdiv(any_end, BM) * BM)
+    full_start = start
+    if SPEC.has_right:
+        full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_start, BM) * BM), stop)
+    full_end = tl.minimum(tl.maximum(full_start, all_end // BM * BM), stop)
+    if SPEC.reduction != "none":
+        full_end = tl.where(column_end < column_start + SPEC.block_n, full_start, full_end)
+    if SPEC.has_right:
+        dk, dv = _walk_queries(
+            dk, dv, k, v, column_start, start, full_start, queries, dq_sum, band, terms, SPEC, True
+        )
+    dk, dv = _walk_queries(
+        dk, dv, k, v, column_start, full_start, full_end, queries, dq_sum, band, terms, SPEC, False
+    )
+    if SPEC.has_left or SPEC.foreign_rows or SPEC.reduction != "none":
+        dk, dv = _walk_queries(
+            dk, dv, k, v, column_start, full_end, stop, queries, dq_sum, band, terms, SPEC, True
+        )
+    return dk, dv
+
+
+@triton.jit
+def _walk_keys(
+    dq, q, dout, lse, delta, rows, start, stop, keys: Rows, values: Rows, band: Band,
+    terms: Terms, SPEC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys [start, stop), whole tiles, to a block's dQ. Tiles lie (BM, BN)."""
+    BN: tl.constexpr = SPEC.block_n
+    CLEAN: tl.constexpr = SPEC.foreign_keys and MASKED
+    for n in tl.range(start, stop, BN):
+        columns = n + tl.arange(0, BN)[None, :]
+        k = _load_tile(keys, n, band.seqlen_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
+        products = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
+        v = _load_tile(values, n, band.seqlen_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
+        products_v = tl.dot(dout, tl.trans(v), input_precision=SPEC.precision)
+        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
+        seen = _seen(rows, columns, band, MASKED, SPEC)
+        weights = _weights(scores, lse, seen, MASKED)
+        ds = _score_gradient(weights, products_v, delta, slope, seen, MASKED, SPEC)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
+    return dq
+
+
+@triton.jit
+def _walk_all_keys(
+    q, dout, lse, delta, row_start, row_end, keys: Rows, values: Rows, band: Band, terms: Terms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """dQ of a block, before its scale: up to three walks, of which the middle is unmasked."""
+    BM: tl.constexpr = SPEC.block_m
+    BN: tl.constexpr = SPEC.block_n
+    WIDTH: tl.constexpr = SPEC.width
+    dq = tl.zeros([BM, WIDTH], tl.float32)
+    rows = row_start + tl.arange(0, BM)[:, None]
+    any_start, any_end = masks.keys_seen_by_any(
+        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
+    )
+    all_start, all_end = masks.keys_seen_by_all(
+        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
+    )
+    full_start = any_start // BN * BN
+    if SPEC.has_left:
+        start = full_start
+        full_start = tl.minimum(tl.cdiv(all_start, BN), tl.cdiv(any_end, BN)) * BN
+        dq = _walk_keys(
+            dq, q, dout, lse, delta, rows, start, full_start, keys, values, band, terms, SPEC, True
+        )
+    full_end = tl.maximum(full_start, all_end // BN * BN)
+    dq = _walk_keys(
+        dq, q, dout, lse, delta, rows, full_start, full_end, keys, values, band, terms, SPEC, False
+    )
+    return _walk_keys(
+        dq, q, dout, lse, delta, rows, full_end, any_end, keys, values, band, terms, SPEC, True
+    )
+
+
+@triton.jit
+def _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, PACKED: tl.constexpr):
+    """Where a sequence's rows begin in (B, H, S_q) or (H, T_q)."""
+    if PACKED:
+        return head * tokens_q + q_start
+    else:
+        return (tl.cast(batch, tl.int64) * num_heads + head) * seqlen_q
+
+
+@triton.jit
+def _store_rows(
+    pointer, value, start, num_rows, stride_row, SPEC: tl.constexpr, IS_V: tl.constexpr
+):
+    """Writes the rows below `num_rows` of a (BLOCK, WIDTH) tile that begins at row `start`."""
+    BLOCK: tl.constexpr = value.shape[0]
+    DIM: tl.constexpr = SPEC.dim_v if IS_V else SPEC.dim
+    WIDTH: tl.constexpr = SPEC.width_v if IS_V else SPEC.width
+    rows = start + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
+    pointers = pointer + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
+    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _slope(alibi_slopes, batch, head, num_heads, SPEC: tl.constexpr):
+    """A head's ALiBi slope for logits of base 2; 0 without ALiBi."""
+    if SPEC.alibi_dim > 0:
+        return LOG2E * masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
+    else:
+        return 0.0
+
+
+# Triton specialises numbers inside tuples, whatever it is told; to compile once for all
+# lengths and strides, the numbers must be parameters of their own. Hence so many.
+_NUMBERS = (
+    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
+    "stride_ob stride_os stride_oh num_sequences seqlen_q seqlen_k tokens_q num_heads "
+    "num_kv_heads heads_per_group left right"
+).split()
+
+
+@triton.jit(do_not_specialize=["stride_ob", "stride_os", "stride_oh", "seqlen_q", "tokens_q",
+                               "num_heads", "num_blocks"])  # fmt: skip
+def attn_bwd_pre_portable(
+    out, dout, lse, dlse, sinks, cu_seqlens_q, lse_base2, delta, dsinks,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
+    seqlen_q, tokens_q: tl.int64, num_heads, num_blocks,
+    BLOCK: tl.constexpr, DIM_V: tl.constexpr, WIDTH_V: tl.constexpr,
+    PACKED: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One program: D and the LSE in base 2 of BLOCK rows of one head, and their part of dsinks.
+
+    `out` is contiguous; `dsinks` is (num_blocks, B, H) float32.
+    """
+    program = tl.program_id(0)
+    block, index = program % num_blocks, program // num_blocks
+    batch, head = index // num_heads, index % num_heads
+    q_start, num_rows = masks.query_span(cu_seqlens_q, batch, seqlen_q)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH_V)
+    inside = rows < num_rows
+    if PACKED:
+        first_row = tl.cast(q_start, tl.int64)
+    else:
+        first_row = tl.cast(batch, tl.int64) * seqlen_q
+        dout += batch * (stride_ob * VECTOR)
+    seen = inside[:, None] & (columns < DIM_V)[None, :]
+    index_64 = tl.cast(rows, tl.int64)[:, None]
+    dout += head * (stride_oh * VECTOR) + tl.cast(q_start, tl.int64) * (stride_os * VECTOR)
+    gradient = tl.load(dout + index_64 * (stride_os * VECTOR) + columns[None, :], seen, 0.0)
+    place = ((first_row + index_64) * num_heads + head) * DIM_V
+    product = tl.load(out + place + columns[None, :], seen, 0.0).to(tl.float32)
+    d = tl.sum(product * gradient.to(tl.float32), 1)
+    at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, PACKED)
+    if dlse is not None:
+        d -= tl.load(dlse + at + rows, inside, 0.0)
+    row_lse = tl.load(lse + at + rows, inside, float("-inf")) * LOG2E
+    empty = row_lse == float("-inf")
+    # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
+    d = tl.where(empty, 0.0, d)
+    tl.store(lse_base2 + at + rows, tl.where(empty, float("inf"), row_lse), inside)
+    tl.store(delta + at + rows, d, inside)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        mass = tl.where(empty, 0.0, tl.exp2(sink - row_lse) * d)
+        sequences = tl.num_programs(0) // (num_blocks * num_heads)
+        tl.store(dsinks + (block * sequences + batch) * num_heads + head, -tl.sum(mass, 0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attn_bwd_dkdv_portable(
+    q, k, v, dout, lse, delta, dk, dv, dq_sum, lengths: Lengths, alibi_slopes,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
+    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, num_kv_heads,
+    heads_per_group, left, right,
+    scale: tl.float32, softcap: tl.float32, grad_scale: tl.float32,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """One program: dK and dV of BN keys of one head of K, over all heads that read it."""
+    BN: tl.constexpr = SPEC.block_n
+    WIDTH: tl.constexpr = SPEC.width
+    WIDTH_V: tl.constexpr = SPEC.width_v
+    num_blocks = tl.cdiv(seqlen_k, BN)
+    block, batch, kv_head = _locate(
+        num_blocks, num_sequences, num_kv_heads, heads_per_group, SPEC.longest_last
+    )
+    q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
+    k_start, length_k, first_key = masks.key_span(
+        lengths.cu_seqlens_k, lengths.seqused_k, None, batch, seqlen_k
+    )
+    column_start = block * BN
+    column_end = tl.minimum(column_start + BN, length_k)
+    if SPEC.packed:
+        if column_start >= length_k:
+            return
+        limit = length_k
+        first_row = tl.cast(k_start, tl.int64)
+    else:
+        num_rows = tl.where(column_start < length_k, num_rows, 0)
+        limit = seqlen_k
+        first_row = tl.cast(batch, tl.int64) * seqlen_k
+    band = Band(length_k, length_k - num_rows, first_key, left, right)
+    keys = _rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
+    values = _rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
+    CLEAN: tl.constexpr = SPEC.foreign_keys
+    k_tile = _load_tile(keys, column_start, length_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
+    v_tile = _load_tile(values, column_start, length_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
+    acc_k = tl.zeros([BN, WIDTH], tl.float32)
+    acc_v = tl.zeros([BN, WIDTH_V], tl.float32)
+    group = num_heads // num_kv_heads if SPEC.has_group else 1
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, SPEC.packed)
+        queries = Queries(
+            _rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC),
+            _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC),
+            lse + at,
+            delta + at,
+            num_rows,
+        )
+        total = None
+        if SPEC.reduction == "tma":
+            total = Rows(dq_sum, batch, head, 0, 0)
+        elif SPEC.reduction == "atomics":
+            row = tl.cast(num_heads, tl.int64) * SPEC.dim
+            q_row = tl.cast(q_start, tl.int64)
+            if not SPEC.packed:
+                q_row = tl.cast(batch, tl.int64) * seqlen_q
+            total = Rows(dq_sum + q_row * row + head * SPEC.dim, 0, 0, 0, row)
+        slope = _slope(alibi_slopes, batch, head, num_heads, SPEC)
+        terms = Terms(scale, softcap, slope)
+        acc_k, acc_v = _walk_all_queries(
+            acc_k, acc_v, k_tile, v_tile, column_start, column_end, queries, total, band, terms,
+            SPEC,
+        )  # fmt: skip
+    if lengths.seqused_k is not None:
+        used = (column_start + tl.arange(0, BN) < length_k)[:, None]
+        acc_k = tl.where(used, acc_k, 0.0)
+        acc_v = tl.where(used, acc_v, 0.0)
+    dk += (first_row * num_kv_heads + kv_head) * SPEC.dim
+    dv += (first_row * num_kv_heads + kv_head) * SPEC.dim_v
+    stride = tl.cast(num_kv_heads, tl.int64)
+    _store_rows(dk, acc_k * grad_scale, column_start, limit, stride * SPEC.dim, SPEC, False)
+    _store_rows(dv, acc_v, column_start, limit, stride * SPEC.dim_v, SPEC, True)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attn_bwd_dq_portable(
+    q, k, v, dout, lse, delta, dq, lengths: Lengths, alibi_slopes,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
+    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, num_kv_heads,
+    heads_per_group, left, right,
+    scale: tl.float32, softcap: tl.float32, grad_scale: tl.float32,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """One program: dQ of BM queries of one head."""
+    BM: tl.constexpr = SPEC.block_m
+    num_blocks = tl.cdiv(seqlen_q, BM)
+    block, batch, head = _locate(
+        num_blocks, num_sequences, num_heads, heads_per_group, SPEC.longest_last
+    )
+    q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
+    row_start = block * BM
+    if row_start >= num_rows:
+        return
+    k_start, length_k, first_key = masks.key_span(
+        lengths.cu_seqlens_k, lengths.seqused_k, None, batch, seqlen_k
+    )
+    band = Band(length_k, length_k - num_rows, first_key, left, right)
+    terms = Terms(scale, softcap, _slope(alibi_slopes, batch, head, num_heads, SPEC))
+    kv_head = head // (num_heads // num_kv_heads) if SPEC.has_group else head
+    queries = _rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC)
+    grads = _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
+    keys = _rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
+    values = _rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
+    # Rows of another sequence end in rows of this block that are not stored.
+    q_tile = _load_tile(queries, row_start, num_rows, BM, SPEC.dim, SPEC.width, False, SPEC)
+    do_tile = _load_tile(grads, row_start, num_rows, BM, SPEC.dim_v, SPEC.width_v, False, SPEC)
+    at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, SPEC.packed)
+    rows = row_start + tl.arange(0, BM)
+    row_lse = tl.load(lse + at + rows, rows < num_rows, float("inf"))
+    row_delta = tl.load(delta + at + rows, rows < num_rows, 0.0)
+    row_end = tl.minimum(row_start + BM, num_rows)
+    acc = _walk_all_keys(
+        q_tile, do_tile, row_lse[:, None], row_delta[:, None], row_start, row_end, keys, values,
+        band, terms, SPEC,
+    )  # fmt: skip
+    first_row = tl.cast(q_start, tl.int64)
+    if not SPEC.packed:
+        first_row = tl.cast(batch, tl.int64) * seqlen_q
+    dq += (first_row * num_heads + head) * SPEC.dim
+    stride = tl.cast(num_heads, tl.int64) * SPEC.dim
+    _store_rows(dq, acc * grad_scale, row_start, num_rows, stride, SPEC, False)
+
+
+def launch(
+    problem: Problem, tensors: Tensors, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Runs the backward with the config that `choose_backward` picks.
+
+    Args:
+        problem: what the call asks for.
+        tensors: the forward's data; nothing here is written.
+        saved: its output and LSE, and the gradients that arrived.
+
+    Returns:
+        dq, dk, dv as q, k, v, contiguous, and dsinks as sinks or None.
+    """
+    return launch_with(choose_backward(problem), problem, tensors, saved)
+
+
+def launch_with(
+    config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`launch` with a given config: for the tuner and the tests."""
+    # Rows between or behind packed sequences are no program's; their gradient is 0.
+    new = torch.zeros_like if problem.layout_q is Layout.PACKED else torch.empty_like
+    dq, dk, dv = (
+        new(x, memory_format=torch.contiguous_format) for x in (tensors.q, tensors.k, tensors.v)
+    )
+    lse, delta, dsinks = _prepare(problem, tensors, saved)
+    spec = spec_of(config, True, problem, tensors, saved.dout)
+    dq_sum = None
+    if spec.reduction != "none":
+        dq_sum = torch.zeros_like(dq, dtype=torch.float32)
+    common = (problem, tensors, saved.dout)
+    _run(attn_bwd_dkdv_portable, config, spec, *common, (lse, delta, dk, dv, sum_of(spec, dq_sum)))
+    if dq_sum is not None:
+        torch.mul(dq_sum, problem.scale, out=dq)
+    else:
+        spec = spec_of(config, False, problem, tensors, saved.dout)
+        _run(attn_bwd_dq_portable, config, spec, *common, (lse, delta, dq))
+    return dq, dk, dv, dsinks
+
+
+def _prepare(
+    problem: Problem, tensors: Tensors, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """LSE in base 2, D, and the sinks' gradient."""
+    out, lse, sinks = saved.out.contiguous(), saved.lse.contiguous(), tensors.sinks
+    lse_base2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    num_blocks = triton.cdiv(problem.seqlen_q, PRE_BLOCK)
+    parts = None
+    if sinks is not None:
+        parts = lse.new_empty(num_blocks, problem.batch, problem.num_heads)
+    strides, vector = row_strides(saved.dout)
+    attn_bwd_pre_portable[(num_blocks * problem.batch * problem.num_heads,)](
+        out,
+        saved.dout,
+        lse,
+        None if saved.dlse is None else saved.dlse.contiguous(),
+        sinks,
+        tensors.cu_seqlens_q,
+        lse_base2,
+        delta,
+        parts,
+        *strides,
+        problem.seqlen_q,
+        problem.tokens_q,
+        problem.num_heads,
+        num_blocks,
+        BLOCK=PRE_BLOCK,
+        DIM_V=problem.head_dim_v,
+        WIDTH_V=padded(problem.head_dim_v),
+        PACKED=problem.layout_q is Layout.PACKED,
+        VECTOR=vector,
+        num_warps=4,
+    )
+    return lse_base2, delta, None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
+
+
+def _run(
+    kernel, config: BackwardConfig, spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor,
+    outputs: tuple,
+) -> None:  # fmt: skip
+    """Launches the dK/dV or the dQ kernel."""
+    owns_keys = kernel is attn_bwd_dkdv_portable
+    tiles = config.dkdv if owns_keys else config.dq
+    if owns_keys:
+        num_heads, owned, walked = problem.num_kv_heads, problem.seqlen_k, problem.seqlen_q
+    else:
+        num_heads, owned, walked = problem.num_heads, problem.seqlen_q, problem.seqlen_k
+    num_blocks = triton.cdiv(owned, spec.block_n if owns_keys else spec.block_m)
+    group = heads_per_group(config, problem, walked, num_heads)
+    options = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
+    kernel[(num_blocks * problem.batch * num_heads,)](
+        *sources_of(spec, tensors, dout),
+        *outputs,
+        lengths_of(tensors),
+        tensors.alibi_slopes,
+        *numbers_of(spec, problem, tensors, dout, group),
+        SPEC=spec,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **options,
+    )
