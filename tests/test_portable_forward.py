@@ -104,9 +104,17 @@ def test_descriptors_read_the_same(case):
 
 
 @interpreted
-@pytest.mark.parametrize("descriptors", [False, True])
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window": (9, 4)}])
-@pytest.mark.parametrize("poison", [math.nan, math.inf, None])
+@pytest.mark.parametrize(
+    ("features", "poison", "descriptors"),
+    [
+        ({}, math.nan, False),
+        ({"causal": True}, math.nan, True),
+        ({"causal": True}, math.inf, False),
+        ({"causal": True}, None, False),
+        ({"window": (9, 4)}, math.inf, False),
+        ({"window": (9, 4)}, None, True),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(features, poison, descriptors):
     g = torch.Generator().manual_seed(1)
@@ -130,8 +138,8 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(features, poiso
 @interpreted
 @pytest.mark.parametrize("group_heads", [False, True])
 def test_every_order_of_programs_covers_the_work(group_heads):
-    call = build(Case((70, 70), (70, 70), heads=6, kv_heads=3, dim=16, dim_v=16, causal=True))
-    config = Config(32, 32, 4, 1, group_heads=group_heads)
+    call = build(Case((40, 40), (40, 40), heads=6, kv_heads=3, dim=16, dim_v=16, causal=True))
+    config = Config(16, 32, 4, 1, group_heads=group_heads)
     check(call, *forward.launch_with(config, call.problem, call.tensors))
 
 

@@ -341,7 +341,7 @@ def test_the_tolerance_passes_a_good_kernel(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("lost", ["causal", "window", "softcap", "scale", "alibi_slopes", "dlse"])
-def test_the_tolerance_notices_what_a_kernel_drops(lost, dtype):
+def test_the_tolerance_notices_what_a_kernel_drops(lost: str, dtype):
     qkv = problems.qkv(seqlen_q=9, seqlen_k=12, dtype=dtype)
     names: dict[str, str] = {"alibi_slopes": "alibi", "dlse": "plain"}
     name = names.get(lost, lost)

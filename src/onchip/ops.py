@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ _PARAMS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, "
     "float scale, float softcap, bool deterministic, SymInt num_splits, str kernel"
 )
-_NUM_INPUTS = len(Tensors.__slots__)
+_INPUT_NAMES = tuple(f.name for f in fields(Tensors))
+_NUM_INPUTS = len(_INPUT_NAMES)
 
 _lib = torch.library.Library(NAMESPACE, "DEF")
 _lib.define(f"attn_forward({_INPUTS}, {_PARAMS}) -> (Tensor out, Tensor lse)")
@@ -186,19 +187,16 @@ def _attn_backward(dout, dlse, out, lse, *args) -> tuple[Tensor, Tensor, Tensor,
 
 def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
     """Gradients where no query sees a key: only a sink can still move the LSE."""
-    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in _qkv(tensors)]
-    sinks = tensors.sinks
+    q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
     if sinks is None:
-        return *grads, grads[0].new_empty(0)
-    if dlse is None:
-        return *grads, torch.zeros_like(sinks)
-    heads = 0 if dlse.dim() == 2 else 1
-    rest = [d for d in range(dlse.dim()) if d != heads]
-    return *grads, dlse.sum(rest).to(sinks.dtype)
-
-
-def _qkv(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    return tensors.q, tensors.k, tensors.v
+        dsinks = q.new_empty(0)
+    elif dlse is None:
+        dsinks = torch.zeros_like(sinks)
+    else:
+        heads = 0 if dlse.dim() == 2 else 1
+        rest = [d for d in range(dlse.dim()) if d != heads]
+        dsinks = dlse.sum(rest).to(sinks.dtype)
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsinks
 
 
 def _store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
@@ -214,7 +212,7 @@ def _fake_forward(q, k, v, cu_seqlens_q, *rest):
 
 
 def _fake_backward(dout, dlse, out, lse, q, k, v, *rest):
-    sinks = rest[Tensors.__slots__.index("sinks") - 3]
+    sinks = rest[_INPUT_NAMES.index("sinks") - 3]
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 

@@ -164,6 +164,7 @@ def varlen(t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -
         validate.varlen_shapes(t)
         validate.count("max_seqlen_q", max_seqlen_q, 0)
         validate.count("max_seqlen_k", max_seqlen_k, 0)
+        assert t.cu_seqlens_q is not None
         batch = t.cu_seqlens_q.shape[0] - 1
         validate.features(t.q, batch, options, t.alibi_slopes, t.sinks)
 
@@ -246,7 +247,7 @@ def _rotate_and_place(
         # Past the table nothing is stored, rather than something overwritten.
         slots = slots.where(positions < capacity, -1).flatten()
     q, k = c.q, c.k
-    if c.rotary_cos is not None:
+    if c.rotary_cos is not None and c.rotary_sin is not None:
         rotary = (c.rotary_cos, c.rotary_sin)
         k = apply_rotary(k, *rotary, positions, interleaved)
         start = c.cache_seqlens[:, None].long()

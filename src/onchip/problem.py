@@ -168,10 +168,11 @@ class Problem:
     def of(cls, op: Op, tensors: Tensors, params: Params) -> Problem:
         """The Problem that these tensors and parameters pose."""
         q, k = tensors.q, tensors.k
-        dense_q = tensors.cu_seqlens_q is None
+        offsets = tensors.cu_seqlens_q
+        dense_q = offsets is None
         paged = tensors.block_table is not None
         dense_k = not paged and tensors.cu_seqlens_k is None
-        batch = q.shape[0] if dense_q else tensors.cu_seqlens_q.shape[0] - 1
+        batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
         inputs = {"q": q, "k": k, "v": tensors.v}
         return cls(
             op=op,
@@ -235,7 +236,8 @@ class Problem:
         words = [
             f"{self.op.value}: B={self.batch} S_q={self.seqlen_q} S_k={self.seqlen_k}",
             f"H={self.num_heads} H_kv={self.num_kv_heads} D={self.head_dim}",
-            f"D_v={self.head_dim_v} {dtype} on {self.device}, {self.layout_q.value} queries, {keys}",
+            f"D_v={self.head_dim_v} {dtype} on {self.device},",
+            f"{self.layout_q.value} queries, {keys}",
         ]
         line = " ".join(words)
         extras = sorted(self.features - {"gqa", "head_dim_v"})

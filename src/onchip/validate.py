@@ -246,6 +246,7 @@ def varlen_shapes(t: Tensors) -> None:
     paged = t.block_table is not None
     queries_and_keys(t.q, t.k, t.v, 3, 4 if paged else 3, cache=paged)
     index_tensor("cu_seqlens_q", t.cu_seqlens_q, t.q, (-1,), "(B + 1,)")
+    assert t.cu_seqlens_q is not None
     offsets = t.cu_seqlens_q.shape[0]
     if offsets == 0:
         reject("cu_seqlens_q", "no entries", "(B + 1,)", "An empty batch is [0].")
@@ -315,6 +316,7 @@ def _new_tokens(c, batch: int) -> None:
         if getattr(c, name) is None:
             fix = "Pass k and v together, or neither."
             reject(name, None, "a tensor, as its twin is given", fix, TypeError)
+    assert c.k is not None
     queries_and_keys(c.q, c.k, c.v, 4, 4)
     dense_batch(c.q, c.k)
     _fits_cache("k", c.k, c.k_cache)

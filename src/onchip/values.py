@@ -86,21 +86,22 @@ def varlen_values(t: Tensors, params: Params) -> None:
     longest_q, longest_k = params.max_seqlen_q, params.max_seqlen_k
     cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, t.q.shape[0], "q", True, longest_q)
     batch = t.cu_seqlens_q.shape[0] - 1
-    paged = t.block_table is not None
-    capacity = [t.block_table.shape[1] * t.k.shape[1]] * batch if paged else None
+    capacity = None
+    if t.block_table is not None:
+        capacity = [t.block_table.shape[1] * t.k.shape[1]] * batch
     lengths = None
     if t.cu_seqlens_k is not None:
-        total = sum(capacity) if capacity is not None else t.k.shape[0]
+        total = t.k.shape[0] if capacity is None else sum(capacity)
         cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, total, "k", False, longest_k)
         lengths = t.cu_seqlens_k.diff().tolist()
     if t.seqused_k is not None:
-        most = lengths if lengths is not None else capacity
+        most = capacity if lengths is None else lengths
         assert most is not None
         lengths = t.seqused_k.tolist()
         lengths_within("seqused_k", lengths, most, "the keys that the sequence has")
     assert lengths is not None
-    if paged:
-        lengths_within("cu_seqlens_k", lengths, capacity or [], "what block_table can hold")
+    if t.block_table is not None and capacity is not None:
+        lengths_within("cu_seqlens_k", lengths, capacity, "what block_table can hold")
         pages_within(t.block_table, lengths, t.k.shape[1], t.k.shape[0])
     if lengths and max(lengths) > longest_k:
         fix = f"Pass max_seqlen_k >= {max(lengths)}."

@@ -102,7 +102,9 @@ def launch_backward(
         if piece.k.shape[1] and piece.q.shape[1]:
             rows = (piece.batch, piece.rows)
             of_rows = (piece.batch, slice(None), piece.rows)
-            given = Saved(dout[rows], None if dlse is None else dlse[of_rows], out[rows], lse[of_rows])
+            given = Saved(
+                dout[rows], None if dlse is None else dlse[of_rows], out[rows], lse[of_rows]
+            )
             result = _attend_backward(problem, piece, given)
             keys = (piece.batch, piece.keys)
             dq[rows], dk[keys], dv[keys] = result
@@ -322,8 +324,10 @@ def _decode_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     """One query a sequence: the heads of a group are the rows of one rectangle."""
     batch, _, num_heads, _ = q.shape
     width = max(q.shape[-1], v.shape[-1])
-    rows = q.view(batch, k.shape[2], problem.group, -1) if q.is_contiguous() else q.reshape(
-        batch, k.shape[2], problem.group, -1
+    rows = (
+        q.view(batch, k.shape[2], problem.group, -1)
+        if q.is_contiguous()
+        else q.reshape(batch, k.shape[2], problem.group, -1)
     )
     args = (_padded(x, width) for x in (rows, k.transpose(1, 2), v.transpose(1, 2)))
     out, lse = _forward_op(*args, 0.0, False, scale=problem.scale)
@@ -332,9 +336,7 @@ def _decode_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 def _call(problem: Problem, q: Tensor, k: Tensor, v: Tensor, r: _Rectangle):
     keys = k[:, :, r.keys], v[:, :, r.keys]
-    return _forward_op(
-        q[:, :, r.rows], *keys, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale
-    )
+    return _forward_op(q[:, :, r.rows], *keys, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale)
 
 
 def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -368,7 +370,8 @@ def _backward_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Sa
             )  # fmt: skip
             if whole and r.rows == slice(0, q.shape[1]) and r.keys == slice(0, k.shape[2]):
                 return tuple(
-                    g[..., :n].transpose(1, 2) for g, n in zip(grads, (dim, dim, dim_v), strict=True)
+                    g[..., :n].transpose(1, 2)
+                    for g, n in zip(grads, (dim, dim, dim_v), strict=True)
                 )
             dq_g[:, :, r.rows] += grads[0][..., :dim]
             dk[:, r.keys] += grads[1][..., :dim].transpose(1, 2)

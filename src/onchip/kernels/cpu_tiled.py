@@ -101,7 +101,9 @@ def _tile(f: Features, rows: range, keys: range, shift: int, dtype: torch.dtype)
     )
     if not crosses and f.slopes is None:
         return _Tile(rows, keys, None, None)
-    ahead = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - shift
+    ahead = (
+        torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - shift
+    )
     hidden = None
     if crosses:
         hidden = torch.zeros(ahead.shape, dtype=torch.bool)
@@ -278,7 +280,8 @@ def backward(
     dq *= factor
     shape = (q.shape[0], num_kv_heads)
     dq = dq.unflatten(0, shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return dq, *(x.unflatten(0, shape).transpose(1, 2) for x in (dk, dv))
+    dk, dv = (x.unflatten(0, shape).transpose(1, 2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 class _Gradients(NamedTuple):
