@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    # Before anything imports Triton: without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile("onchip", deadline=None, derandomize=True, database=None)
 settings.load_profile("onchip")
 

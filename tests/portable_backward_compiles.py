@@ -9,7 +9,7 @@ import sys
 import torch
 
 from onchip.kernels.portable import backward
-from onchip.kernels.portable.backward_config import BackwardConfig, Tiles, choose_backward
+from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
 from onchip.problem import Problem, Saved, Tensors
 from tests import compile_only
 from tests.portable_forward_compiles import FEATURES, pose

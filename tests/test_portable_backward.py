@@ -19,7 +19,6 @@ from onchip.kernels.portable import backward  # noqa: E402
 from onchip.kernels.portable.backward_config import (  # noqa: E402
     BackwardConfig,
     Tiles,
-    choose_backward,
 )
 from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402

@@ -127,6 +127,11 @@ _FUSED_LIMITS = {
     "features": frozenset({"causal"}),
     "reasons": _fused_reasons,
 }
+_PORTABLE_LIMITS = {
+    "devices": frozenset({"cuda"}),
+    "dtypes": (torch.float16, torch.bfloat16, torch.float32),
+    "max_head_dim": 256,
+}
 _FUSED = "torch's fused CPU operator, as it is"
 _TILED = "one pass over tiles, in torch: every feature"
 
@@ -151,6 +156,16 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_FLOATS,
         layouts=frozenset({_DENSE, _PACKED}),
         features=ALL_FEATURES - {"leftpad", "kv_scales"},
+    ),
+    Kernel(
+        name="portable",
+        op=Op.FORWARD,
+        module="onchip.kernels.portable.forward",
+        entry="launch",
+        layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
+        features=ALL_FEATURES - {"kv_scales"},
+        summary="FlashAttention-2 in Triton, any GPU that Triton supports",
+        **_PORTABLE_LIMITS,
     ),
     Kernel(
         name="cpu",

@@ -32,7 +32,8 @@ from onchip.problem import Layout, Mask, Problem, Saved, Tensors
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_WINDOW_ROWS = 256  # query rows of a rectangle under a window
+_TILE_ROWS = 256  # query rows of a tile under a window; the operator is slower below 192
+_NARROW = 64  # a window of fewer keys is masked, not cut into squares
 
 
 def launch_fused(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -59,6 +60,8 @@ def launch_fused_backward(
     q, k, v, dout, out = (x.transpose(1, 2) for x in (t.q, t.k, t.v, saved.dout, saved.out))
     causal = problem.mask.causal
     grads = _backward_op(dout, q, k, v, out, saved.lse, 0.0, causal, scale=problem.scale)
+    if causal and not all(map(_is_finite, grads)):
+        return launch_backward(problem, t, saved)  # type: ignore[return-value]
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
     return dq, dk, dv, None
 
@@ -70,6 +73,11 @@ def launch(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
         out as q with D_v; lse (B, H, S_q) or (H, T_q).
     """
     packed = problem.layout_q is Layout.PACKED
+    if problem.layout_k is Layout.DENSE and problem.seqlen_k:
+        out, lse = _attend(problem, next(_pieces(problem, t)))
+        if t.sinks is not None:
+            _add_sinks(out, lse, t.sinks)
+        return out, lse
     out = t.q.new_zeros(*t.q.shape[:-1], t.v.shape[-1])
     heads = t.q.shape[-2]
     shape = (heads, t.q.shape[0]) if packed else (t.q.shape[0], heads, t.q.shape[1])
@@ -94,10 +102,17 @@ def launch_backward(
     """
     packed = problem.layout_q is Layout.PACKED
     lift = (lambda x: x[None]) if packed else (lambda x: x)
-    grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (t.q, t.k, t.v)]
-    dq, dk, dv = (lift(g) for g in grads)
     dout, out, lse = lift(saved.dout), lift(saved.out), lift(saved.lse)
     dlse = None if saved.dlse is None else lift(saved.dlse)
+    dsinks = None
+    if t.sinks is not None:
+        dsinks = _sink_gradient(t.sinks, dout, dlse, out, lse)
+    if not packed and problem.seqlen_k:
+        grads = _attend_backward(problem, next(_pieces(problem, t)), saved)
+        dq, dk, dv = (g.to(t.q.dtype) for g in grads)
+        return dq, dk, dv, dsinks
+    grads = [torch.zeros(x.shape, dtype=x.dtype) for x in (t.q, t.k, t.v)]
+    dq, dk, dv = (lift(g) for g in grads)
     for piece in _pieces(problem, t):
         if piece.k.shape[1] and piece.q.shape[1]:
             rows = (piece.batch, piece.rows)
@@ -108,9 +123,6 @@ def launch_backward(
             result = _attend_backward(problem, piece, given)
             keys = (piece.batch, piece.keys)
             dq[rows], dk[keys], dv[keys] = result
-    dsinks = None
-    if t.sinks is not None:
-        dsinks = _sink_gradient(t.sinks, dout, dlse, out, lse)
     return (*grads, dsinks)  # type: ignore[return-value]
 
 
@@ -196,7 +208,8 @@ def _is_finite(x: Tensor) -> bool:
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Puts exp(sink) into each denominator: out *= exp(lse - lse'), lse' = log(e^lse + e^sink)."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    share = (lse - joined).exp().nan_to_num(0.0)  # -inf - -inf: a sink of -inf on an empty row
+    # A sink of -inf on an empty row: -inf - -inf would be NaN.
+    share = (lse - joined).exp().masked_fill(joined == -torch.inf, 0.0)
     out.copy_(out * share.transpose(1, 2).unsqueeze(-1))
     lse.copy_(joined)
 
@@ -208,8 +221,9 @@ def _sink_gradient(
     d = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)  # (B, H, S_q)
     if dlse is not None:
         d = d - dlse
-    mass = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(mass * d).nan_to_num(0.0).sum((0, 2)).to(sinks.dtype)
+    logits = sinks.to(lse.dtype)[:, None]
+    mass = (logits - lse).exp().masked_fill(logits == -torch.inf, 0.0)
+    return -(mass * d).sum((0, 2)).to(sinks.dtype)
 
 
 def _uses_fused(problem: Problem) -> bool:
@@ -231,7 +245,9 @@ def _attend(problem: Problem, p: _Piece) -> tuple[Tensor, Tensor]:
 
 def _attend_backward(problem: Problem, p: _Piece, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     if _uses_fused(problem):
-        return _backward_fused(problem, p.q, p.k, p.v, saved)
+        grads = _backward_fused(problem, p.q, p.k, p.v, saved)
+        if problem.mask.is_full or all(map(_is_finite, grads)):
+            return grads
     args = cpu_tiled.Features(problem.mask, problem.scale, problem.softcap, p.slopes)
     return cpu_tiled.backward(p.q, p.k, p.v, saved, args)
 
@@ -241,31 +257,64 @@ class _Rectangle(NamedTuple):
 
     rows: slice
     keys: slice
-    causal: bool  # square, aligned to its top left corner as to its bottom right one
-    bias: Tensor | None  # (rows, keys), 0 or -inf
+    causal: bool = False  # square: row n sees keys up to n, both counted from the corner
+    flipped: bool = False  # counted from the last row and key: row n sees keys from n on
+    bias: Tensor | None = None  # (rows, keys), 0 or -inf
 
 
 def _rectangles(mask: Mask, seqlen_q: int, seqlen_k: int) -> list[_Rectangle]:
-    """Cuts the visible band into rectangles; rows that see nothing are in none."""
+    """Cuts the visible band into rectangles; rows that see nothing are in none.
+
+    An edge of the band is the diagonal of squares: the right edge's are causal, the left edge's
+    are causal when rows and keys are counted backwards. What lies between is seen in full.
+    Rectangles of the same rows follow each other.
+    """
     rows = mask.row_range(seqlen_q, seqlen_k)
-    if not rows:
-        return []
     shift = seqlen_k - seqlen_q
-    if mask.is_full:
-        return [_Rectangle(slice(0, seqlen_q), slice(0, seqlen_k), False, None)]
-    if mask == Mask(-1, 0):
-        square = _Rectangle(slice(rows.start, seqlen_q), slice(max(0, shift), seqlen_k), True, None)
-        if shift <= 0:
-            return [square]
-        return [_Rectangle(square.rows, slice(0, shift), False, None), square]
+    # Rows from `left_from` on have a left edge, rows before `right_until` a right one.
+    left_from = rows.stop if mask.left < 0 else mask.left - shift
+    right_until = rows.start if mask.right < 0 else seqlen_k - shift - mask.right
+    cuts = sorted({rows.start, rows.stop, _within(left_from, rows), _within(right_until, rows)})
+    width = mask.left + mask.right
     cut = []
-    for start in range(rows.start, rows.stop, _WINDOW_ROWS):
-        end = min(rows.stop, start + _WINDOW_ROWS)
-        keys = mask.key_range(start, end, seqlen_q, seqlen_k)
-        first = keys.start - start - shift  # the first key's distance to the first row's own
-        bias = _band(end - start, len(keys), first, mask.left, mask.right)
-        cut.append(_Rectangle(slice(start, end), slice(keys.start, keys.stop), False, bias))
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        edges = first >= left_from, first < right_until
+        narrow = all(edges) and width < _NARROW
+        step = _NARROW if narrow else min(width, _TILE_ROWS) if all(edges) else last - first
+        for start in range(first, last, step):
+            tile = range(start, min(last, start + step))
+            if narrow:
+                cut.append(_masked_rectangle(mask, tile, seqlen_q, seqlen_k))
+            else:
+                cut += _tile_rectangles(mask, tile, shift, seqlen_k, edges)
     return cut
+
+
+def _within(row: int, rows: range) -> int:
+    return max(rows.start, min(rows.stop, row))
+
+
+def _tile_rectangles(
+    mask: Mask, tile: range, shift: int, seqlen_k: int, edges: tuple[bool, bool]
+) -> Iterator[_Rectangle]:
+    rows = slice(tile.start, tile.stop)
+    start, end = 0, seqlen_k
+    if edges[0]:
+        first, start = (row + shift - mask.left for row in (tile.start, tile.stop))
+        yield _Rectangle(rows, slice(first, start), causal=True, flipped=True)
+    if edges[1]:
+        end, last = (row + shift + mask.right for row in (tile.start, tile.stop))
+        yield _Rectangle(rows, slice(end, last), causal=True)
+    if start < end:
+        yield _Rectangle(rows, slice(start, end))
+
+
+def _masked_rectangle(mask: Mask, tile: range, seqlen_q: int, seqlen_k: int) -> _Rectangle:
+    """A tile of a band too narrow for squares: every key that one of its rows sees, masked."""
+    keys = mask.key_range(tile.start, tile.stop, seqlen_q, seqlen_k)
+    first = keys.start - tile.start - seqlen_k + seqlen_q  # from row 0's own key to the first
+    bias = _band(len(tile), len(keys), first, mask.left, mask.right)
+    return _Rectangle(slice(tile.start, tile.stop), slice(keys.start, keys.stop), bias=bias)
 
 
 @lru_cache(maxsize=8)
@@ -314,8 +363,9 @@ def _forward_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
             part = _call(problem, q_g, k, v, r)
             part = (part[0][..., :dim_v], part[1])
             if r.rows.start < seen:  # these rows have met other keys already
-                part = _merged((out_g[:, :, r.rows], lse_g[..., r.rows]), part)
-            out_g[:, :, r.rows], lse_g[..., r.rows] = part
+                _merge(out_g[:, :, r.rows], lse_g[..., r.rows], part)
+            else:
+                out_g[:, :, r.rows], lse_g[..., r.rows] = part
             seen = r.rows.stop
     return out, lse
 
@@ -334,68 +384,77 @@ def _decode_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     return out[..., : v.shape[-1]].reshape(batch, 1, num_heads, -1), lse.reshape(batch, -1, 1)
 
 
-def _call(problem: Problem, q: Tensor, k: Tensor, v: Tensor, r: _Rectangle):
-    keys = k[:, :, r.keys], v[:, :, r.keys]
-    return _forward_op(q[:, :, r.rows], *keys, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale)
+def _call(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, r: _Rectangle
+) -> tuple[Tensor, Tensor]:
+    inputs = _corner(r, q[:, :, r.rows], k[:, :, r.keys], v[:, :, r.keys])
+    out, lse = _forward_op(*inputs, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale)
+    return (out.flip(2), lse.flip(2)) if r.flipped else (out, lse)
 
 
-def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from that over each, by their LSE."""
-    lse = torch.logaddexp(a[1], b[1])
-    parts = [out * (part - lse).exp().unsqueeze(-1) for out, part in (a, b)]
-    return (parts[0] + parts[1]).to(a[0].dtype), lse
+def _call_backward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor, ...], r: _Rectangle
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of one rectangle; given: dout, out, lse of all rows."""
+    dout, out, lse = _corner(r, *(x[:, :, r.rows] for x in given))
+    q, k, v = _corner(r, q[:, :, r.rows], k[:, :, r.keys], v[:, :, r.keys])
+    grads = _backward_op(
+        dout, q, k, v, out, lse, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale
+    )
+    return _corner(r, *grads)
 
 
-def _backward_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Saved):
+def _corner(r: _Rectangle, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Rows or keys as the rectangle counts them; (B, H, S, ...)."""
+    return tuple(x.flip(2) for x in xs) if r.flipped else xs
+
+
+def _merge(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
+    """Joins attention over further keys by its LSE. Mutates: out, lse."""
+    weight = (part[1] - lse).sigmoid_().unsqueeze(-1)
+    if out.dtype == weight.dtype:
+        out.lerp_(part[0], weight)
+    else:
+        out.copy_(out.float().lerp_(part[0].float(), weight))
+    lse.copy_(torch.logaddexp(lse, part[1]))
+
+
+def _backward_fused(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor]:
     num_kv_heads, dim, dim_v = k.shape[2], q.shape[-1], v.shape[-1]
-    cut = _rectangles(problem.mask, q.shape[1], k.shape[1])
-    dout, out, values = _with_lse_gradient(saved, v)
-    width = max(dim, values.shape[-1])
-    whole = len(cut) == 1 and problem.group == 1
-    sums = torch.float32  # shares of rectangles and heads are added in it
-    dq = torch.zeros(q.shape, dtype=sums)
-    dk, dv = torch.zeros(k.shape, dtype=sums), torch.zeros(v.shape, dtype=sums)
-    if not cut:
-        return dq, dk, dv
-    k, values = (_padded(x, width).transpose(1, 2) for x in (k, values))
+    # Shares of rectangles and heads are computed and added in float32.
+    q, k, v, dout, out = (x.float() for x in (q, k, v, saved.dout, saved.out))
+    if saved.dlse is not None:
+        dout, out, v = _with_lse_gradient(dout, out, v, saved.dlse)
+    width = max(dim, v.shape[-1])
+    dq, dk = torch.zeros(q.shape), torch.zeros(k.shape)
+    dv = torch.zeros(*v.shape[:-1], dim_v)
+    k, v = (_padded(x, width).transpose(1, 2) for x in (k, v))
     groups = [_groups(x, num_kv_heads) for x in (q, dout, out, dq)]
     lse_groups = saved.lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
+    cut = _rectangles(problem.mask, q.shape[1], k.shape[2])
     for q_g, dout_g, out_g, dq_g, lse_g in zip(*groups, lse_groups, strict=True):
         q_g, dout_g, out_g = (_padded(x, width) for x in (q_g, dout_g, out_g))
         for r in cut:
-            rows = [x[:, :, r.rows] for x in (dout_g, q_g, out_g)]
-            grads = _backward_op(
-                rows[0], rows[1], k[:, :, r.keys], values[:, :, r.keys], rows[2],
-                lse_g[..., r.rows], 0.0, r.causal, attn_mask=r.bias, scale=problem.scale,
-            )  # fmt: skip
-            if whole and r.rows == slice(0, q.shape[1]) and r.keys == slice(0, k.shape[2]):
-                return tuple(
-                    g[..., :n].transpose(1, 2)
-                    for g, n in zip(grads, (dim, dim, dim_v), strict=True)
-                )
+            grads = _call_backward(problem, q_g, k, v, (dout_g, out_g, lse_g), r)
             dq_g[:, :, r.rows] += grads[0][..., :dim]
             dk[:, r.keys] += grads[1][..., :dim].transpose(1, 2)
             dv[:, r.keys] += grads[2][..., :dim_v].transpose(1, 2)
     return dq, dk, dv
 
 
-def _with_lse_gradient(saved: Saved, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_lse_gradient(
+    dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """dout, out and v such that the operator's dP - rowsum(dO * O) becomes dP - D.
 
-    The operator knows no gradient of the LSE. Columns of ones beside v, with the LSE's gradient
-    in the same columns of dout and zeros in those of out, add it to every dP of the row. In 16
-    bit three columns hold the gradient's bits.
+    The operator knows no gradient of the LSE. A column of ones beside v, with the LSE's gradient
+    in the same column of dout and zeros in that of out, adds it to every dP of the row.
     """
-    if saved.dlse is None:
-        return saved.dout, saved.out, v
-    rest = saved.dlse.transpose(1, 2).float()  # (B, S_q, H)
-    columns = []
-    for _ in range(1 if v.dtype == torch.float32 else 3):
-        columns.append(rest.to(v.dtype))
-        rest = rest - columns[-1].float()
-    extra = torch.stack(columns, dim=-1)
+    extra = dlse.transpose(1, 2).unsqueeze(-1)  # (B, S_q, H, 1)
     return (
-        torch.cat((saved.dout, extra), dim=-1),
-        torch.cat((saved.out, torch.zeros_like(extra)), dim=-1),
-        torch.cat((v, v.new_ones(*v.shape[:-1], len(columns))), dim=-1),
+        torch.cat((dout, extra), dim=-1),
+        torch.cat((out, torch.zeros_like(extra)), dim=-1),
+        torch.cat((v, v.new_ones(*v.shape[:-1], 1)), dim=-1),
     )

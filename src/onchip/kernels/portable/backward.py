@@ -18,8 +18,8 @@ and tiles that it hides are not visited.
 
 Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H_kv, D); any
 strides with the last one 1. lse, dlse (B, H, S_q) or (H, T_q). Gradients are contiguous, and 0
-where nothing is seen. Extra memory in bytes: 8 B H S_q (LSE in base 2, and D), and with sinks
-4 B H ceil(S_q / 64); 4 B S_q H D more if dQ is added up from the dK/dV kernel.
+where nothing is seen. Extra memory in bytes: 8 B H S_q (LSE in base 2, and D; S_q rounded up to
+128), and with sinks 4 B H ceil(S_q / 128); 4 B S_q H D more if dQ is added up from the dK/dV kernel.
 
 It does not do: pages, dropout, user score functions. A value of K or V that is not finite
 reaches the dQ of hidden rows in the tiles that the mask's edge crosses.
@@ -30,6 +30,7 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,20 +41,25 @@ from torch import Tensor
 from onchip.kernels.portable import masks
 from onchip.kernels.portable.arguments import Lengths, lengths_of
 from onchip.kernels.portable.backward_arguments import (
+    STATS_BLOCK as _STATS_BLOCK,
+)
+from onchip.kernels.portable.backward_arguments import (
     Spec,
     heads_per_group,
     numbers_of,
+    pre_spec_of,
     row_strides,
     sources_of,
     spec_of,
+    stats_of,
+    stats_shape,
     sum_of,
 )
 from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
-from onchip.kernels.portable.config import padded
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 LOG2E = masks.LOG2E
-PRE_BLOCK = 64  # rows of a program of the first kernel
+STATS_BLOCK = tl.constexpr(_STATS_BLOCK)
 
 
 class Rows(NamedTuple):
@@ -74,8 +80,10 @@ class Queries(NamedTuple):
 
     q: Rows
     dout: Rows
-    lse: object  # pointer, LSE in base 2, +inf for rows that see nothing
-    delta: object  # pointer, D
+    lse: object  # LSE in base 2, +inf for rows that see nothing: descriptor, or pointer to row 0
+    delta: object  # D, likewise
+    stats_line: object
+    stats_start: object
     num_rows: object
 
 
@@ -165,6 +173,29 @@ def _load_tile(
 
 
 @triton.jit
+def _stats_place(batch, head, q_start, num_heads, SPEC: tl.constexpr):
+    """Line of LSE and D, and where a sequence begins in it: at a multiple of STATS_BLOCK.
+
+    Dense: (B * H, S_q rounded up). Packed: (H, T_q + B * STATS_BLOCK rounded down); a sequence's
+    gap to its predecessor holds the padding of that one.
+    """
+    if SPEC.packed:
+        return head, (q_start // STATS_BLOCK + batch) * STATS_BLOCK
+    else:
+        return batch * num_heads + head, 0
+
+
+@triton.jit
+def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
+    """(BM,) of LSE or D from row `start` on; there is padding behind a sequence's last row."""
+    if SPEC.described:
+        tile = source.load([queries.stats_line, queries.stats_start + start])
+        return tile.reshape(SPEC.block_m)
+    else:
+        return tl.load(source + start + tl.arange(0, SPEC.block_m))
+
+
+@triton.jit
 def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
     """Base 2 logits from Q K^T, before the mask, and the softcap's derivative (else 1).
 
@@ -244,10 +275,9 @@ def _walk_queries(
     columns = column_start + tl.arange(0, SPEC.block_n)[:, None]
     for m in tl.range(start, stop, BM):
         index = m + tl.arange(0, BM)
-        inside = index < queries.num_rows
         rows = index[None, :]
         q = _load_tile(queries.q, m, queries.num_rows, BM, SPEC.dim, SPEC.width, CLEAN, SPEC)
-        lse = tl.load(queries.lse + index, mask=inside, other=float("inf"))
+        lse = _load_stats(queries.lse, queries, m, SPEC)
         products = tl.dot(k, tl.trans(q), input_precision=SPEC.precision)
         scores, slope = _scores(products, rows, columns, terms, band, SPEC)
         seen = _seen(rows, columns, band, MASKED, SPEC)
@@ -256,7 +286,7 @@ def _walk_queries(
             queries.dout, m, queries.num_rows, BM, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
         )
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=SPEC.precision)
-        delta = tl.load(queries.delta + index, mask=inside, other=0.0)
+        delta = _load_stats(queries.delta, queries, m, SPEC)
         products = tl.dot(v, tl.trans(dout), input_precision=SPEC.precision)
         ds = _score_gradient(weights, products, delta[None, :], slope, seen, MASKED, SPEC)
         ds = ds.to(q.dtype)
@@ -365,15 +395,6 @@ def _walk_all_keys(
 
 
 @triton.jit
-def _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, PACKED: tl.constexpr):
-    """Where a sequence's rows begin in (B, H, S_q) or (H, T_q)."""
-    if PACKED:
-        return head * tokens_q + q_start
-    else:
-        return (tl.cast(batch, tl.int64) * num_heads + head) * seqlen_q
-
-
-@triton.jit
 def _store_rows(
     pointer, value, start, num_rows, stride_row, SPEC: tl.constexpr, IS_V: tl.constexpr
 ):
@@ -402,56 +423,62 @@ def _slope(alibi_slopes, batch, head, num_heads, SPEC: tl.constexpr):
 _NUMBERS = (
     "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
     "stride_ob stride_os stride_oh num_sequences seqlen_q seqlen_k tokens_q num_heads "
-    "num_kv_heads heads_per_group left right"
+    "num_kv_heads heads_per_group stats_width left right"
 ).split()
 
 
-@triton.jit(do_not_specialize=["stride_ob", "stride_os", "stride_oh", "seqlen_q", "tokens_q",
-                               "num_heads", "num_blocks"])  # fmt: skip
+@triton.jit(do_not_specialize=_NUMBERS)
 def attn_bwd_pre_portable(
     out, dout, lse, dlse, sinks, cu_seqlens_q, lse_base2, delta, dsinks,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
-    seqlen_q, tokens_q: tl.int64, num_heads, num_blocks,
-    BLOCK: tl.constexpr, DIM_V: tl.constexpr, WIDTH_V: tl.constexpr,
-    PACKED: tl.constexpr, VECTOR: tl.constexpr,
+    num_sequences, seqlen_q, tokens_q: tl.int64, num_heads, stats_width: tl.int64,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
-    """One program: D and the LSE in base 2 of BLOCK rows of one head, and their part of dsinks.
+    """One program: D and the LSE in base 2 of a block of one head's rows, and its part of dsinks.
 
-    `out` is contiguous; `dsinks` is (num_blocks, B, H) float32.
+    `out`, `lse` and `dlse` are contiguous; `dsinks` is (blocks, B, H) float32.
     """
+    DIM_V: tl.constexpr = SPEC.dim_v
+    num_blocks = tl.cdiv(seqlen_q, STATS_BLOCK)
     program = tl.program_id(0)
     block, index = program % num_blocks, program // num_blocks
     batch, head = index // num_heads, index % num_heads
     q_start, num_rows = masks.query_span(cu_seqlens_q, batch, seqlen_q)
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH_V)
+    if block * STATS_BLOCK >= num_rows:
+        if sinks is not None:
+            tl.store(dsinks + (block * num_sequences + batch) * num_heads + head, 0.0)
+        return
+    rows = block * STATS_BLOCK + tl.arange(0, STATS_BLOCK)
+    columns = tl.arange(0, SPEC.width_v)
     inside = rows < num_rows
-    if PACKED:
+    if SPEC.packed:
         first_row = tl.cast(q_start, tl.int64)
+        at = head * tokens_q + q_start
     else:
         first_row = tl.cast(batch, tl.int64) * seqlen_q
-        dout += batch * (stride_ob * VECTOR)
+        at = first_row * num_heads + tl.cast(head, tl.int64) * seqlen_q
     seen = inside[:, None] & (columns < DIM_V)[None, :]
+    incoming = _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
     index_64 = tl.cast(rows, tl.int64)[:, None]
-    dout += head * (stride_oh * VECTOR) + tl.cast(q_start, tl.int64) * (stride_os * VECTOR)
-    gradient = tl.load(dout + index_64 * (stride_os * VECTOR) + columns[None, :], seen, 0.0)
+    offsets = index_64 * incoming.stride_row + columns[None, :]
+    gradient = tl.load(incoming.source + offsets, seen, 0.0)
     place = ((first_row + index_64) * num_heads + head) * DIM_V
     product = tl.load(out + place + columns[None, :], seen, 0.0).to(tl.float32)
     d = tl.sum(product * gradient.to(tl.float32), 1)
-    at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, PACKED)
     if dlse is not None:
         d -= tl.load(dlse + at + rows, inside, 0.0)
     row_lse = tl.load(lse + at + rows, inside, float("-inf")) * LOG2E
     empty = row_lse == float("-inf")
     # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
     d = tl.where(empty, 0.0, d)
-    tl.store(lse_base2 + at + rows, tl.where(empty, float("inf"), row_lse), inside)
-    tl.store(delta + at + rows, d, inside)
+    line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+    to = line * stats_width + start
+    tl.store(lse_base2 + to + rows, tl.where(empty, float("inf"), row_lse))
+    tl.store(delta + to + rows, d)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         mass = tl.where(empty, 0.0, tl.exp2(sink - row_lse) * d)
-        sequences = tl.num_programs(0) // (num_blocks * num_heads)
-        tl.store(dsinks + (block * sequences + batch) * num_heads + head, -tl.sum(mass, 0))
+        tl.store(dsinks + (block * num_sequences + batch) * num_heads + head, -tl.sum(mass, 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -461,7 +488,7 @@ def attn_bwd_dkdv_portable(
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
-    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, num_kv_heads,
+    num_sequences, seqlen_q, seqlen_k, stats_width: tl.int64, num_heads, num_kv_heads,
     heads_per_group, left, right,
     scale: tl.float32, softcap: tl.float32, grad_scale: tl.float32,
     SPEC: tl.constexpr,
@@ -499,12 +526,15 @@ def attn_bwd_dkdv_portable(
     acc_v = tl.zeros([BN, WIDTH_V], tl.float32)
     group = num_heads // num_kv_heads if SPEC.has_group else 1
     for head in range(kv_head * group, (kv_head + 1) * group):
-        at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, SPEC.packed)
+        line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+        at = line * stats_width + start
         queries = Queries(
             _rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC),
             _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC),
-            lse + at,
-            delta + at,
+            lse if SPEC.described else lse + at,
+            delta if SPEC.described else delta + at,
+            line,
+            start,
             num_rows,
         )
         total = None
@@ -540,7 +570,7 @@ def attn_bwd_dq_portable(
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
-    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, num_kv_heads,
+    num_sequences, seqlen_q, seqlen_k, stats_width: tl.int64, num_heads, num_kv_heads,
     heads_per_group, left, right,
     scale: tl.float32, softcap: tl.float32, grad_scale: tl.float32,
     SPEC: tl.constexpr,
@@ -568,10 +598,10 @@ def attn_bwd_dq_portable(
     # Rows of another sequence end in rows of this block that are not stored.
     q_tile = _load_tile(queries, row_start, num_rows, BM, SPEC.dim, SPEC.width, False, SPEC)
     do_tile = _load_tile(grads, row_start, num_rows, BM, SPEC.dim_v, SPEC.width_v, False, SPEC)
-    at = _stats_offset(batch, head, q_start, seqlen_q, tokens_q, num_heads, SPEC.packed)
-    rows = row_start + tl.arange(0, BM)
-    row_lse = tl.load(lse + at + rows, rows < num_rows, float("inf"))
-    row_delta = tl.load(delta + at + rows, rows < num_rows, 0.0)
+    line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+    rows = line * stats_width + start + row_start + tl.arange(0, BM)
+    row_lse = tl.load(lse + rows)
+    row_delta = tl.load(delta + rows)
     row_end = tl.minimum(row_start + BM, num_rows)
     acc = _walk_all_keys(
         q_tile, do_tile, row_lse[:, None], row_delta[:, None], row_start, row_end, keys, values,
@@ -616,7 +646,8 @@ def launch_with(
     if spec.reduction != "none":
         dq_sum = torch.zeros_like(dq, dtype=torch.float32)
     common = (problem, tensors, saved.dout)
-    _run(attn_bwd_dkdv_portable, config, spec, *common, (lse, delta, dk, dv, sum_of(spec, dq_sum)))
+    stats = stats_of(spec, lse), stats_of(spec, delta)
+    _run(attn_bwd_dkdv_portable, config, spec, *common, (*stats, dk, dv, sum_of(spec, dq_sum)))
     if dq_sum is not None:
         torch.mul(dq_sum, problem.scale, out=dq)
     else:
@@ -625,17 +656,31 @@ def launch_with(
     return dq, dk, dv, dsinks
 
 
+def only(part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved):
+    """A function that runs the "dkdv" or the "dq" kernel alone, again and again: for the tuner."""
+    dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
+    lse, delta, _ = _prepare(problem, tensors, saved)
+    owns_keys = part == "dkdv"
+    spec = spec_of(replace(config, reduction="none"), owns_keys, problem, tensors, saved.dout)
+    if owns_keys:
+        outputs = (stats_of(spec, lse), stats_of(spec, delta), dk, dv, None)
+    else:
+        outputs = (lse, delta, dq)
+    kernel = attn_bwd_dkdv_portable if owns_keys else attn_bwd_dq_portable
+    return lambda: _run(kernel, config, spec, problem, tensors, saved.dout, outputs)
+
+
 def _prepare(
     problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """LSE in base 2, D, and the sinks' gradient."""
     out, lse, sinks = saved.out.contiguous(), saved.lse.contiguous(), tensors.sinks
-    lse_base2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    num_blocks = triton.cdiv(problem.seqlen_q, PRE_BLOCK)
+    lse_base2, delta = torch.empty((2, *stats_shape(problem)), device=lse.device)
+    num_blocks = triton.cdiv(problem.seqlen_q, STATS_BLOCK.value)
     parts = None
     if sinks is not None:
         parts = lse.new_empty(num_blocks, problem.batch, problem.num_heads)
-    strides, vector = row_strides(saved.dout)
+    spec = pre_spec_of(problem, saved.dout)
     attn_bwd_pre_portable[(num_blocks * problem.batch * problem.num_heads,)](
         out,
         saved.dout,
@@ -646,17 +691,14 @@ def _prepare(
         lse_base2,
         delta,
         parts,
-        *strides,
+        *row_strides(saved.dout)[0],
+        problem.batch,
         problem.seqlen_q,
         problem.tokens_q,
         problem.num_heads,
-        num_blocks,
-        BLOCK=PRE_BLOCK,
-        DIM_V=problem.head_dim_v,
-        WIDTH_V=padded(problem.head_dim_v),
-        PACKED=problem.layout_q is Layout.PACKED,
-        VECTOR=vector,
-        num_warps=4,
+        lse_base2.shape[1],
+        SPEC=spec,
+        num_warps=8,
     )
     return lse_base2, delta, None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
 

@@ -18,6 +18,9 @@ from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
 from onchip.problem import Layout, Problem, Tensors
 
+#: Rows of LSE and D that belong to one sequence only: no tile of queries is longer.
+STATS_BLOCK = 128
+
 _LOG2E = math.log2(math.e)
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 
@@ -108,6 +111,32 @@ def spec_of(
     )
 
 
+def pre_spec_of(problem: Problem, dout: Tensor) -> Spec:
+    """The compiled part of the kernel that makes D: independent of all that it does not use."""
+    return Spec(
+        block_m=STATS_BLOCK,
+        block_n=0,
+        dim=0,
+        dim_v=problem.head_dim_v,
+        width=0,
+        width_v=padded(problem.head_dim_v),
+        has_left=False,
+        has_right=False,
+        has_softcap=False,
+        alibi_dim=0,
+        vector=row_strides(dout)[1],
+        precision="ieee",
+        is_float32=problem.dtype == torch.float32,
+        described=False,
+        packed=problem.layout_q is Layout.PACKED,
+        foreign_rows=False,
+        foreign_keys=False,
+        has_group=False,
+        reduction="none",
+        longest_last=False,
+    )
+
+
 def row_strides(x: Tensor) -> tuple[list[int], int]:
     """Strides of sequence, row and head in units of 16 bytes where they are that, and the unit."""
     strides = _strides(x, _is_packed(x))
@@ -132,6 +161,22 @@ def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
         _describe(tensors.v, spec.block_n, spec.width_v),
         _describe(dout, spec.block_m, spec.width_v),
     )
+
+
+def stats_shape(problem: Problem) -> tuple[int, int]:
+    """Shape of LSE and of D as the kernels keep them; see `_stats_place` in backward.py."""
+    if problem.layout_q is Layout.PACKED:
+        blocks = problem.tokens_q // STATS_BLOCK + problem.batch
+        return problem.num_heads, blocks * STATS_BLOCK
+    blocks = -(-problem.seqlen_q // STATS_BLOCK)
+    return problem.batch * problem.num_heads, blocks * STATS_BLOCK
+
+
+def stats_of(spec: Spec, stats: Tensor) -> TensorDescriptor | Tensor:
+    """LSE or D as the dK/dV kernel reads it."""
+    if not spec.described:
+        return stats
+    return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, spec.block_m])
 
 
 def sum_of(spec: Spec, dq_sum: Tensor | None) -> TensorDescriptor | Tensor | None:
@@ -159,7 +204,7 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
         problem.batch,
         problem.seqlen_q,
         problem.seqlen_k,
-        problem.tokens_q,
+        stats_shape(problem)[1],
         problem.num_heads,
         problem.num_kv_heads,
         group,

@@ -13,7 +13,8 @@ Memory: q, out (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D), (T_k, H_kv
 last one 1. Head dimensions are padded to a power of two by masks, never by copies. Lengths,
 strides and the window's size are run-time values: a change of them compiles nothing.
 
-It does not do: split keys (decode), dropout, user score functions, quantised keys.
+It does not do: split keys (decode), dropout, user score functions, quantised keys. Whatever
+changes a logit belongs in `_logits`, whatever hides one in `_masked`.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, N page size, BM / BN rows and columns of a tile, m / l running maximum
@@ -475,19 +476,20 @@ def launch_with(config: Config, problem: Problem, tensors: Tensors) -> tuple[Ten
         return out, lse
     spec = spec_of(config, problem, tensors)
     options = {"maxnreg": config.max_registers} if config.max_registers else {}
-    attn_fwd_portable[grid](
-        *sources_of(config, spec, tensors),
-        tensors.k,
-        tensors.v,
-        out,
-        lse,
-        lengths_of(tensors),
-        tensors.alibi_slopes,
-        tensors.sinks,
-        *numbers_of(config, spec, problem, tensors),
-        SPEC=spec,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **options,
-    )
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        attn_fwd_portable[grid](
+            *sources_of(config, spec, tensors),
+            tensors.k,
+            tensors.v,
+            out,
+            lse,
+            lengths_of(tensors),
+            tensors.alibi_slopes,
+            tensors.sinks,
+            *numbers_of(config, spec, problem, tensors),
+            SPEC=spec,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **options,
+        )
     return out, lse
