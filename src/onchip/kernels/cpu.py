@@ -1,17 +1,16 @@
 """Attention on a CPU, in torch alone.
 
-Two ways to compute a rectangle of queries and keys:
+Two ways to compute a sequence:
 
 * torch's fused operator (`_scaled_dot_product_flash_attention_for_cpu`), a blocked one-pass
   kernel that also returns the LSE. It knows no band but the square causal one, so other masks are
   cut into rectangles that it does know, merged by their LSE (Dao et al. 2022, FlashAttention,
-  section 3.1). Given the LSE and output of the whole row, the backward of a rectangle needs
-  nothing from its neighbours: gradients of rectangles add up.
-* `onchip.kernels.cpu_tiled` for what the operator cannot say: softcap, ALiBi, float64.
+  section 3.1).
+* `onchip.kernels.cpu_tiled` for what the operator cannot say (softcap, ALiBi, float64), and
+  where tiles are quicker: under a mask in float32, and its gradients in any dtype.
 
-Extra memory is O(S * D) and tiles. Sums are float32 (float64 for float64): where rectangles or
-query heads share a key, their gradients are added in float32. What it does not do: backward
-through pages.
+Extra memory is O(S * D) and tiles. Sums are float32 (float64 for float64), but for 16-bit shares
+of one row that are merged. What it does not do: backward through pages.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads, G
 query heads of one of them, D / D_v head dimensions, P pages, N page size.
@@ -32,8 +31,7 @@ from onchip.problem import Layout, Mask, Problem, Saved, Tensors
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_TILE_ROWS = 256  # query rows of a tile under a window; the operator is slower below 192
-_NARROW = 64  # a window of fewer keys is masked, not cut into squares
+_WINDOW_ROWS = 192  # query rows of a rectangle under a window; with fewer the operator is slow
 
 
 def launch_fused(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -45,10 +43,11 @@ def launch_fused(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
     causal = problem.mask.causal
     out, lse = _forward_op(q, k, v, 0.0, causal, scale=problem.scale)
-    out = out.transpose(1, 2)
-    if causal and not _is_finite(out):
-        return launch(problem, t)  # the operator lets NaN leak to rows that do not see it
-    return out, lse
+    if causal and not _is_finite(out[:, :, -1]):
+        # The operator multiplies hidden values by 0, NaN included; the last row sees them all.
+        args = cpu_tiled.Features(problem.mask, problem.scale, 0.0, None)
+        return cpu_tiled.forward(t.q, t.k, t.v, args)
+    return out.transpose(1, 2), lse
 
 
 def launch_fused_backward(
@@ -60,7 +59,9 @@ def launch_fused_backward(
     q, k, v, dout, out = (x.transpose(1, 2) for x in (t.q, t.k, t.v, saved.dout, saved.out))
     causal = problem.mask.causal
     grads = _backward_op(dout, q, k, v, out, saved.lse, 0.0, causal, scale=problem.scale)
-    if causal and not all(map(_is_finite, grads)):
+    # The last query sees every key and the first key is seen by every query: whatever NaN could
+    # leak shows in their gradients.
+    if causal and not all(_is_finite(g[:, :, n]) for g, n in zip(grads, (-1, 0, 0), strict=True)):
         return launch_backward(problem, t, saved)  # type: ignore[return-value]
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
     return dq, dk, dv, None
@@ -205,6 +206,14 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.sum(dtype=cpu_tiled.sum_dtype(x.dtype)).isfinite())
 
 
+def _is_exact(out: Tensor, r: _Rectangle) -> bool:
+    """Whether no hidden key leaked: the operator multiplies its values by 0, NaN included."""
+    if r.bias is not None:
+        return _is_finite(out)
+    # A causal square's last row sees every key, so it shows whatever could leak.
+    return not r.causal or _is_finite(out[:, :, -1])
+
+
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Puts exp(sink) into each denominator: out *= exp(lse - lse'), lse' = log(e^lse + e^sink)."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -226,7 +235,8 @@ def _sink_gradient(
     return -(mass * d).sum((0, 2)).to(sinks.dtype)
 
 
-def _uses_fused(problem: Problem) -> bool:
+def _takes_fused(problem: Problem) -> bool:
+    """Whether the operator computes the scores at all."""
     return problem.softcap == 0 and not problem.alibi and problem.dtype != torch.float64
 
 
@@ -234,20 +244,19 @@ def _attend(problem: Problem, p: _Piece) -> tuple[Tensor, Tensor]:
     """Output and LSE of one piece, rows that see nothing included."""
     dtype = p.q.dtype
     q = p.q.to(p.k.dtype) if p.k.dtype != dtype else p.q  # a cache that was dequantised
-    if _uses_fused(problem):
-        out, lse = _forward_fused(problem, q, p.k, p.v)
-        if problem.mask.is_full or _is_finite(out):
-            return out.to(dtype), lse
-    args = cpu_tiled.Features(problem.mask, problem.scale, problem.softcap, p.slopes)
+    mask = problem.mask
+    if _takes_fused(problem) and (mask.is_full or q.shape[1] == 1 or q.dtype != torch.float32):
+        found = _forward_fused(problem, q, p.k, p.v)
+        if found is not None:
+            return found[0].to(dtype), found[1]
+    args = cpu_tiled.Features(mask, problem.scale, problem.softcap, p.slopes)
     out, lse = cpu_tiled.forward(q, p.k, p.v, args)
     return out.to(dtype), lse
 
 
 def _attend_backward(problem: Problem, p: _Piece, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    if _uses_fused(problem):
-        grads = _backward_fused(problem, p.q, p.k, p.v, saved)
-        if problem.mask.is_full or all(map(_is_finite, grads)):
-            return grads
+    if _takes_fused(problem) and problem.mask.is_full:
+        return _backward_fused(problem, p.q, p.k, p.v, saved)
     args = cpu_tiled.Features(problem.mask, problem.scale, problem.softcap, p.slopes)
     return cpu_tiled.backward(p.q, p.k, p.v, saved, args)
 
@@ -257,64 +266,31 @@ class _Rectangle(NamedTuple):
 
     rows: slice
     keys: slice
-    causal: bool = False  # square: row n sees keys up to n, both counted from the corner
-    flipped: bool = False  # counted from the last row and key: row n sees keys from n on
+    causal: bool = False  # square: row n sees keys up to n, both counted from its corner
     bias: Tensor | None = None  # (rows, keys), 0 or -inf
 
 
-def _rectangles(mask: Mask, seqlen_q: int, seqlen_k: int) -> list[_Rectangle]:
+def _rectangles(mask: Mask, seqlen_q: int, seqlen_k: int) -> Iterator[_Rectangle]:
     """Cuts the visible band into rectangles; rows that see nothing are in none.
 
-    An edge of the band is the diagonal of squares: the right edge's are causal, the left edge's
-    are causal when rows and keys are counted backwards. What lies between is seen in full.
     Rectangles of the same rows follow each other.
     """
     rows = mask.row_range(seqlen_q, seqlen_k)
     shift = seqlen_k - seqlen_q
-    # Rows from `left_from` on have a left edge, rows before `right_until` a right one.
-    left_from = rows.stop if mask.left < 0 else mask.left - shift
-    right_until = rows.start if mask.right < 0 else seqlen_k - shift - mask.right
-    cuts = sorted({rows.start, rows.stop, _within(left_from, rows), _within(right_until, rows)})
-    width = mask.left + mask.right
-    cut = []
-    for first, last in zip(cuts, cuts[1:], strict=False):
-        edges = first >= left_from, first < right_until
-        narrow = all(edges) and width < _NARROW
-        step = _NARROW if narrow else min(width, _TILE_ROWS) if all(edges) else last - first
-        for start in range(first, last, step):
-            tile = range(start, min(last, start + step))
-            if narrow:
-                cut.append(_masked_rectangle(mask, tile, seqlen_q, seqlen_k))
-            else:
-                cut += _tile_rectangles(mask, tile, shift, seqlen_k, edges)
-    return cut
-
-
-def _within(row: int, rows: range) -> int:
-    return max(rows.start, min(rows.stop, row))
-
-
-def _tile_rectangles(
-    mask: Mask, tile: range, shift: int, seqlen_k: int, edges: tuple[bool, bool]
-) -> Iterator[_Rectangle]:
-    rows = slice(tile.start, tile.stop)
-    start, end = 0, seqlen_k
-    if edges[0]:
-        first, start = (row + shift - mask.left for row in (tile.start, tile.stop))
-        yield _Rectangle(rows, slice(first, start), causal=True, flipped=True)
-    if edges[1]:
-        end, last = (row + shift + mask.right for row in (tile.start, tile.stop))
-        yield _Rectangle(rows, slice(end, last), causal=True)
-    if start < end:
-        yield _Rectangle(rows, slice(start, end))
-
-
-def _masked_rectangle(mask: Mask, tile: range, seqlen_q: int, seqlen_k: int) -> _Rectangle:
-    """A tile of a band too narrow for squares: every key that one of its rows sees, masked."""
-    keys = mask.key_range(tile.start, tile.stop, seqlen_q, seqlen_k)
-    first = keys.start - tile.start - seqlen_k + seqlen_q  # from row 0's own key to the first
-    bias = _band(len(tile), len(keys), first, mask.left, mask.right)
-    return _Rectangle(slice(tile.start, tile.stop), slice(keys.start, keys.stop), bias=bias)
+    if mask.is_full:
+        yield _Rectangle(slice(0, seqlen_q), slice(0, seqlen_k))
+    elif mask == Mask(-1, 0):
+        tail = slice(rows.start, rows.stop)
+        yield _Rectangle(tail, slice(max(0, shift), seqlen_k), causal=True)
+        if shift > 0:
+            yield _Rectangle(tail, slice(0, shift))
+    else:
+        for start in range(rows.start, rows.stop, _WINDOW_ROWS):
+            tile = slice(start, min(rows.stop, start + _WINDOW_ROWS))
+            keys = mask.key_range(tile.start, tile.stop, seqlen_q, seqlen_k)
+            first = keys.start - start - shift  # from row 0's own key to the first
+            bias = _band(tile.stop - start, len(keys), first, mask.left, mask.right)
+            yield _Rectangle(tile, slice(keys.start, keys.stop), bias=bias)
 
 
 @lru_cache(maxsize=8)
@@ -342,7 +318,10 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-def _forward_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_fused(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """None where NaN or Inf would reach a row from a key that it does not see."""
     (batch, seqlen_q, num_heads, _), (_, seqlen_k, num_kv_heads, dim_v) = q.shape, v.shape
     if seqlen_q == 1 and problem.group > 1 and not problem.mask.is_full:
         keys = problem.mask.key_range(0, 1, 1, seqlen_k)
@@ -356,11 +335,13 @@ def _forward_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     lse_groups = lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
     q_groups = [_padded(x, width) for x in _groups(q, num_kv_heads)]
     k, v = (_padded(x, width).transpose(1, 2) for x in (k, v))
-    cut = _rectangles(problem.mask, seqlen_q, seqlen_k)
+    cut = list(_rectangles(problem.mask, seqlen_q, seqlen_k))
     for q_g, out_g, lse_g in zip(q_groups, out_groups, lse_groups, strict=True):
         seen = 0
         for r in cut:
             part = _call(problem, q_g, k, v, r)
+            if not _is_exact(part[0], r):
+                return None
             part = (part[0][..., :dim_v], part[1])
             if r.rows.start < seen:  # these rows have met other keys already
                 _merge(out_g[:, :, r.rows], lse_g[..., r.rows], part)
@@ -387,26 +368,8 @@ def _decode_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def _call(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, r: _Rectangle
 ) -> tuple[Tensor, Tensor]:
-    inputs = _corner(r, q[:, :, r.rows], k[:, :, r.keys], v[:, :, r.keys])
-    out, lse = _forward_op(*inputs, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale)
-    return (out.flip(2), lse.flip(2)) if r.flipped else (out, lse)
-
-
-def _call_backward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor, ...], r: _Rectangle
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv of one rectangle; given: dout, out, lse of all rows."""
-    dout, out, lse = _corner(r, *(x[:, :, r.rows] for x in given))
-    q, k, v = _corner(r, q[:, :, r.rows], k[:, :, r.keys], v[:, :, r.keys])
-    grads = _backward_op(
-        dout, q, k, v, out, lse, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale
-    )
-    return _corner(r, *grads)
-
-
-def _corner(r: _Rectangle, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Rows or keys as the rectangle counts them; (B, H, S, ...)."""
-    return tuple(x.flip(2) for x in xs) if r.flipped else xs
+    keys = k[:, :, r.keys], v[:, :, r.keys]
+    return _forward_op(q[:, :, r.rows], *keys, 0.0, r.causal, attn_mask=r.bias, scale=problem.scale)
 
 
 def _merge(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
@@ -422,26 +385,24 @@ def _merge(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
 def _backward_fused(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients where every row sees every key, in float32: heads add up in it."""
     num_kv_heads, dim, dim_v = k.shape[2], q.shape[-1], v.shape[-1]
-    # Shares of rectangles and heads are computed and added in float32.
     q, k, v, dout, out = (x.float() for x in (q, k, v, saved.dout, saved.out))
     if saved.dlse is not None:
         dout, out, v = _with_lse_gradient(dout, out, v, saved.dlse)
     width = max(dim, v.shape[-1])
-    dq, dk = torch.zeros(q.shape), torch.zeros(k.shape)
-    dv = torch.zeros(*v.shape[:-1], dim_v)
     k, v = (_padded(x, width).transpose(1, 2) for x in (k, v))
-    groups = [_groups(x, num_kv_heads) for x in (q, dout, out, dq)]
+    groups = [_groups(_padded(x, width), num_kv_heads) for x in (dout, q, out)]
     lse_groups = saved.lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
-    cut = _rectangles(problem.mask, q.shape[1], k.shape[2])
-    for q_g, dout_g, out_g, dq_g, lse_g in zip(*groups, lse_groups, strict=True):
-        q_g, dout_g, out_g = (_padded(x, width) for x in (q_g, dout_g, out_g))
-        for r in cut:
-            grads = _call_backward(problem, q_g, k, v, (dout_g, out_g, lse_g), r)
-            dq_g[:, :, r.rows] += grads[0][..., :dim]
-            dk[:, r.keys] += grads[1][..., :dim].transpose(1, 2)
-            dv[:, r.keys] += grads[2][..., :dim_v].transpose(1, 2)
-    return dq, dk, dv
+    dq, dk, dv = [], None, None
+    for dout_g, q_g, out_g, lse_g in zip(*groups, lse_groups, strict=True):
+        grads = _backward_op(dout_g, q_g, k, v, out_g, lse_g, 0.0, False, scale=problem.scale)
+        dq.append(grads[0][..., :dim].transpose(1, 2))
+        dk = grads[1] if dk is None else dk.add_(grads[1])
+        dv = grads[2] if dv is None else dv.add_(grads[2])
+    assert dk is not None and dv is not None
+    joined = dq[0] if len(dq) == 1 else torch.stack(dq, dim=3).flatten(2, 3)
+    return joined, dk[..., :dim].transpose(1, 2), dv[..., :dim_v].transpose(1, 2)
 
 
 def _with_lse_gradient(

@@ -1,19 +1,26 @@
-"""One-pass tiled attention in torch: the features that no fused CPU operator has.
+"""One-pass tiled attention in torch: what no fused CPU operator computes, or not as quickly.
 
-Forward: for each block of queries, keys come in tiles; a running maximum m and an accumulator
-whose last column is the denominator l are rescaled when m grows (Dao 2023, FlashAttention-2,
-algorithm 1). Under a softcap |S| is bounded, so m is not needed: exp(S) is taken as it is.
-Backward: for each tile of keys, S is computed again, P = exp(S - LSE) (ibid., algorithm 2).
+Forward: for each block of queries, keys come in tiles; the accumulator and the denominator are
+rescaled when the running maximum grows (Dao 2023, FlashAttention-2, algorithm 1). Where |S| is
+known to be small, by a softcap or by the norms of q and k, no maximum is needed: exp(S) is taken
+as it is. Backward: for each tile of keys, S is computed again, P = exp(S - LSE) (ibid.,
+algorithm 2).
 
-Tiles hold all heads of a chunk, about `_TILE_SCORES` scores: they stay in the L2 caches.
+Scores, softmax and sums are float32 (float64 for float64). In bfloat16, P V of one tile is a
+bfloat16 product, summed in float32 over tiles. Exponentials are powers of two, with log2(e) in
+the scale: torch's exp on a CPU may be a hundred times slower where it underflows (measured with
+MKL, 2026-11: 65 us for a tile, 8 ms with scores near -100), its exp2 is not. Tiles hold all heads of a chunk, about
+`_TILE_SCORES` scores: they stay in the L2 caches.
 
 Legend: B batch, S_q / S_k lengths, H query heads, H_kv key and value heads, G query heads of one
-of them, C chunk of B * H_kv, D / D_v head dimensions, R query rows and K keys of a tile.
+of them, C chunk of H_kv, D / D_v head dimensions, R query rows and K keys of a tile.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,11 +28,13 @@ from torch import Tensor
 
 from onchip.problem import Mask, Saved
 
-_TILE_SCORES = 1 << 18
+_TILE_SCORES = 1 << 18  # 1 MB of float32
 _TILE_KEYS = 256
+_WIDEST_TILE = 512  # keys of a tile that covers a whole window
 _CHUNK_HEADS = 8
 # exp(60) * 2^31 keys and exp(-60) are well inside float32.
-_LARGEST_UNSHIFTED_CAP = 60.0
+_LARGEST_UNSHIFTED = 60.0
+_LOG2_E = math.log2(math.e)
 
 
 class Features(NamedTuple):
@@ -37,9 +46,14 @@ class Features(NamedTuple):
     slopes: Tensor | None  # (H,) or (B, H)
 
     @property
-    def is_bounded(self) -> bool:
-        """Whether exp(S) can be taken without subtracting a maximum."""
-        return 0 < self.softcap <= _LARGEST_UNSHIFTED_CAP and self.slopes is None
+    def factor(self) -> float:
+        """q's factor: products are scores, or under a softcap tanh's arguments."""
+        return self.scale / self.softcap if self.softcap > 0 else self.scale
+
+    @property
+    def log2_factor(self) -> float:
+        """q's factor such that products under no softcap are scores for exp2."""
+        return self.factor if self.softcap > 0 else self.scale * _LOG2_E
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,102 +62,176 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Chunk(NamedTuple):
-    """Heads that are computed together, scaled and in the dtype of sums."""
+    """Heads of one sequence that are computed together; k and v in the dtype of sums."""
 
-    q: Tensor  # (C, G, S_q, D)
+    q: Tensor  # (C, G, S_q, D), a view of the caller's
     k: Tensor  # (C, S_k, D)
     v: Tensor  # (C, S_k, D_v)
-    slopes: Tensor | None  # (C, G, 1, 1)
-    heads: slice  # of B * H_kv
+    slopes: Tensor | None  # (C, G, 1, 1), times log2(e)
+    batch: int
+    heads: slice  # of H_kv
+    block: tuple[int, int]  # R and K
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """S_q and S_k."""
+        return self.q.shape[2], self.k.shape[1]
 
 
-def _by_head(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(B, S, H, D) -> (B * H_kv, G, S, D), a view where strides allow."""
-    grouped = x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    return grouped.flatten(0, 1)
+def _of_block(x: Tensor, c: _Chunk, rows: range) -> Tensor:
+    """Some rows of (C, G, S_q, D) as (C, G * R, D), a copy in the dtype of sums."""
+    part = x[:, :, rows.start : rows.stop]
+    return torch.empty(part.shape, dtype=c.k.dtype).copy_(part).flatten(1, 2)
+
+
+def _of_chunk(x: Tensor, c: _Chunk) -> Tensor:
+    """A chunk's part (C, G, S, D) of (B, S, H, D), as a view."""
+    grouped = x[c.batch].unflatten(1, (-1, c.q.shape[1]))
+    return grouped[:, c.heads].permute(1, 2, 0, 3)
+
+
+def _of_rows(x: Tensor, c: _Chunk) -> Tensor:
+    """A chunk's part (C, G, S) of (B, H, S), as a view."""
+    return x[c.batch].unflatten(0, (-1, c.q.shape[1]))[c.heads]
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, f: Features) -> Iterator[_Chunk]:
-    num_kv_heads = k.shape[2]
+    batch, (seqlen_k, num_kv_heads) = q.shape[0], k.shape[1:3]
     group = q.shape[2] // num_kv_heads
-    q, k, v = _by_head(q, num_kv_heads), _by_head(k, num_kv_heads), _by_head(v, num_kv_heads)
     slopes = f.slopes
     if slopes is not None:
-        batch = q.shape[0] // num_kv_heads
-        slopes = slopes.expand(batch, -1).reshape(q.shape[0], group, 1, 1)
-    factor = f.scale / f.softcap if f.softcap > 0 else f.scale
+        slopes = slopes.expand(batch, -1).reshape(batch, num_kv_heads, group, 1, 1)
     dtype = sum_dtype(q.dtype)
     step = max(1, _CHUNK_HEADS // group)
-    for start in range(0, q.shape[0], step):
-        heads = slice(start, start + step)
-        yield _Chunk(
-            (q[heads].to(dtype) * factor).contiguous(),
-            k[heads, 0].to(dtype),
-            v[heads, 0].to(dtype),
-            None if slopes is None else slopes[heads].to(dtype),
-            heads,
-        )
+    for b in range(batch):
+        by_head = q[b].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+        for start in range(0, num_kv_heads, step):
+            heads = slice(start, start + step)
+            queries = by_head[heads]
+            yield _Chunk(
+                queries,
+                k[b, :, heads].transpose(0, 1).to(dtype),
+                v[b, :, heads].transpose(0, 1).to(dtype),
+                None if slopes is None else slopes[b, heads].to(dtype) * _LOG2_E,
+                b,
+                heads,
+                _block(f.mask, queries.shape[0] * group, seqlen_k),
+            )
+
+
+def _block(mask: Mask, num_heads: int, seqlen_k: int) -> tuple[int, int]:
+    """R and K of a tile of so many heads."""
+    rows = max(16, _TILE_SCORES // (num_heads * min(_TILE_KEYS, seqlen_k)))
+    if mask.left < 0 or mask.right < 0:
+        return rows, _TILE_KEYS
+    # A block of R rows meets R + band keys and sees `band` of them in each row.
+    band = mask.left + mask.right + 1
+    rows = min(rows, max(16, band // 4))
+    keys = rows + band - 1
+    return rows, keys if keys <= _WIDEST_TILE else _TILE_KEYS
 
 
 class _Tile(NamedTuple):
-    """Rows [rows) times keys [keys) of one chunk."""
+    """One block's rows times keys [keys)."""
 
-    rows: range
-    keys: range
-    hidden: Tensor | None  # (R, K) bool, None when every row sees every key
+    keys: slice
+    num_keys: int
+    hidden: Tensor | None  # (R, K) 0 or -inf, None when every row sees every key
     distance: Tensor | None  # (R, K) |i + S_k - S_q - j|, with ALiBi only
 
 
-def _tile(f: Features, rows: range, keys: range, shift: int, dtype: torch.dtype) -> _Tile:
-    left, right = f.mask.left, f.mask.right
-    crosses = (left >= 0 and keys.start < rows.stop - 1 + shift - left) or (
-        right >= 0 and keys.stop - 1 > rows.start + shift + right
-    )
-    if not crosses and f.slopes is None:
-        return _Tile(rows, keys, None, None)
-    ahead = (
-        torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - shift
-    )
-    hidden = None
-    if crosses:
-        hidden = torch.zeros(ahead.shape, dtype=torch.bool)
-        if left >= 0:
-            hidden |= ahead < -left
-        if right >= 0:
-            hidden |= ahead > right
-    distance = ahead.abs().to(dtype) if f.slopes is not None else None
-    return _Tile(rows, keys, hidden, distance)
+def _tiles(c: _Chunk, f: Features, rows: range) -> Iterator[_Tile]:
+    seqlen_q, seqlen_k = c.lengths
+    keys = f.mask.key_range(rows.start, rows.stop, seqlen_q, seqlen_k)
+    for start in range(keys.start, keys.stop, c.block[1]):
+        stop = min(keys.stop, start + c.block[1])
+        first = start - rows.start - seqlen_k + seqlen_q  # from row 0's own key to the first
+        hidden = _hidden(len(rows), stop - start, first, f.mask, c.k.dtype)
+        distance = None
+        if c.slopes is not None:
+            distance = _ahead(len(rows), stop - start, first).abs().to(c.k.dtype)
+        yield _Tile(slice(start, stop), stop - start, hidden, distance)
 
 
-def _scores(c: _Chunk, q: Tensor, t: _Tile, f: Features) -> tuple[Tensor, Tensor | None]:
-    """S of a tile (C, G, R, K) with hidden keys at -inf, and tanh under a softcap."""
-    keys = c.k[:, t.keys.start : t.keys.stop]
-    s = torch.bmm(q.flatten(1, 2), keys.transpose(1, 2)).view(*q.shape[:3], -1)
-    capped = None
-    if f.softcap > 0:
-        capped = s.tanh_()
-        s = capped * f.softcap
-    if t.distance is not None:
-        assert c.slopes is not None
-        s -= c.slopes * t.distance
-    if t.hidden is not None:
-        s.masked_fill_(t.hidden, -torch.inf)
-    return s, capped
+def _ahead(num_rows: int, num_keys: int, first: int) -> Tensor:
+    """How far each key lies ahead of each row's own key."""
+    return torch.arange(first, first + num_keys) - torch.arange(num_rows)[:, None]
 
 
-def _row_blocks(f: Features, c: _Chunk) -> Iterator[range]:
-    seqlen_q, seqlen_k = c.q.shape[2], c.k.shape[1]
-    visible = f.mask.row_range(seqlen_q, seqlen_k)
-    heads = c.q.shape[0] * c.q.shape[1]
-    step = max(16, _TILE_SCORES // (heads * min(_TILE_KEYS, seqlen_k)))
+def _hidden(
+    num_rows: int, num_keys: int, first: int, mask: Mask, dtype: torch.dtype
+) -> Tensor | None:
+    crosses_left = mask.left >= 0 and first - (num_rows - 1) < -mask.left
+    crosses_right = mask.right >= 0 and first + num_keys - 1 > mask.right
+    if not crosses_left and not crosses_right:
+        return None
+    return _hidden_matrix(num_rows, num_keys, first, mask, dtype)
+
+
+@lru_cache(maxsize=16)
+def _hidden_matrix(
+    num_rows: int, num_keys: int, first: int, mask: Mask, dtype: torch.dtype
+) -> Tensor:
+    ahead = _ahead(num_rows, num_keys, first)
+    hidden = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    if mask.left >= 0:
+        hidden |= ahead < -mask.left
+    if mask.right >= 0:
+        hidden |= ahead > mask.right
+    return torch.zeros(num_rows, num_keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _row_blocks(c: _Chunk, f: Features, spoilt: bool) -> Iterator[range]:
+    """Blocks of rows that see a key.
+
+    Single rows where a NaN or Inf could reach a row from a key that it does not see: nothing is
+    hidden from a row that stands alone.
+    """
+    visible = f.mask.row_range(*c.lengths)
+    step = 1 if spoilt and not f.mask.is_full else c.block[0]
     for start in range(visible.start, visible.stop, step):
         yield range(start, min(visible.stop, start + step))
 
 
-def _key_tiles(f: Features, rows: range, seqlen_q: int, seqlen_k: int) -> Iterator[range]:
-    keys = f.mask.key_range(rows.start, rows.stop, seqlen_q, seqlen_k)
-    for start in range(keys.start, keys.stop, _TILE_KEYS):
-        yield range(start, min(keys.stop, start + _TILE_KEYS))
+def _is_spoilt(*xs: Tensor) -> bool:
+    return not all(bool(x.sum().isfinite()) for x in xs)
+
+
+class _Scratch:
+    """Memory of one tile, used again by every tile of a chunk."""
+
+    def __init__(self, c: _Chunk, dtype: torch.dtype):
+        self._heads = c.q.shape[0]
+        seqlen_q, seqlen_k = c.lengths
+        rows, keys = min(c.block[0], seqlen_q) * c.q.shape[1], min(c.block[1], seqlen_k)
+        self._memory = c.k.new_empty(self._heads * rows * keys, dtype=dtype)
+
+    def shaped(self, num_rows: int, num_keys: int) -> Tensor:
+        """(C, G * R, K), uninitialised."""
+        size = self._heads * num_rows * num_keys
+        return self._memory[:size].view(self._heads, num_rows, num_keys)
+
+
+def _mask(s: Tensor, c: _Chunk, t: _Tile) -> None:
+    """Subtracts ALiBi's slope * distance, hides keys. Mutates: s (C, G * R, K)."""
+    if t.distance is not None:
+        assert c.slopes is not None
+        s.unflatten(1, (c.q.shape[1], -1)).sub_(c.slopes * t.distance)
+    if t.hidden is not None:
+        # Adding is several times quicker than masked_fill_.
+        s.unflatten(1, (c.q.shape[1], -1)).add_(t.hidden)
+
+
+def _is_bounded(c: _Chunk, f: Features) -> bool:
+    """Whether exp2(S) can be taken without subtracting a maximum."""
+    if c.slopes is not None:
+        return False
+    if 0 < f.softcap <= _LARGEST_UNSHIFTED:
+        return True
+    # |q . k| <= |q| |k|, and a softcap makes no score larger. NaN compares as false.
+    dtype = c.k.dtype
+    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax() for x in (c.q, c.k)]
+    return bool(norms[0] * norms[1] * abs(f.scale) <= _LARGEST_UNSHIFTED)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, f: Features) -> tuple[Tensor, Tensor]:
@@ -159,92 +247,92 @@ def forward(q: Tensor, k: Tensor, v: Tensor, f: Features) -> tuple[Tensor, Tenso
         out (B, S_q, H, D_v) in q's dtype and lse (B, H, S_q).
     """
     batch, seqlen_q, num_heads, _ = q.shape
-    num_kv_heads = k.shape[2]
     out = q.new_zeros(batch, seqlen_q, num_heads, v.shape[-1])
     lse = torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=sum_dtype(q.dtype))
-    lse_by_head = lse.view(batch * num_kv_heads, -1, seqlen_q)
-    out_by_head = out.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # (B, H_kv, G, S, D)
     for c in _chunks(q, k, v, f):
-        block = _forward_block_bounded if f.is_bounded else _forward_block
-        spoilt = None if bool(c.v.sum().isfinite()) else c.v
-        # Zeros in front of NaN and Inf: 0 * NaN would reach rows that do not see the key.
-        values = c.v if spoilt is None else c.v.nan_to_num(0.0, 0.0, 0.0)
-        values = torch.cat((values, values.new_ones(*values.shape[:2], 1)), dim=-1)
-        index = [divmod(n, num_kv_heads) for n in range(*c.heads.indices(lse_by_head.shape[0]))]
-        for rows in _row_blocks(f, c):
-            acc, top = block(c, values, f, rows)  # (C, G, R, D_v + 1), (C, G, R)
-            total = acc[..., -1]
-            result = acc[..., :-1] / total[..., None]
-            if spoilt is not None:
-                result = result + _nonfinite_part(f, rows, seqlen_q, spoilt)
+        block = _forward_bounded if _is_bounded(c, f) else _forward_shifted
+        product = _Product(c, v.dtype)
+        scores = _Scratch(c, c.k.dtype)
+        out_c, lse_c = _of_chunk(out, c), _of_rows(lse, c)
+        for rows in _row_blocks(c, f, _is_spoilt(c.k, c.v)):
             place = slice(rows.start, rows.stop)
-            lse_by_head[c.heads, :, place] = total.log() + top
-            for n, (b, h) in enumerate(index):
-                out_by_head[b, h, :, place] = result[n].to(out.dtype)
+            acc, total, top = block(c, f, rows, scores, product)
+            shape = (*c.q.shape[:2], len(rows), -1)
+            out_c[:, :, place] = acc.div_(total).view(shape)
+            lse_c[:, :, place] = (total.log2_() + top).div_(_LOG2_E).view(shape[:3])
     return out, lse
 
 
-def _forward_block(c: _Chunk, values: Tensor, f: Features, rows: range) -> tuple[Tensor, Tensor]:
-    q = c.q[:, :, rows.start : rows.stop].contiguous()  # (C, G, R, D)
-    seqlen_q, seqlen_k = c.q.shape[2], c.k.shape[1]
-    acc = q.new_zeros(*q.shape[:3], values.shape[-1])
-    top = q.new_full(q.shape[:3], -torch.inf)
-    for keys in _key_tiles(f, rows, seqlen_q, seqlen_k):
-        t = _tile(f, rows, keys, seqlen_k - seqlen_q, q.dtype)
-        s, _ = _scores(c, q, t, f)
-        grown = torch.maximum(top, s.amax(-1))
-        # A row that has seen nothing yet keeps -inf; 0 stands in so that exp gives 0, not NaN.
-        base = grown.where(grown > -torch.inf, 0.0) if t.hidden is not None else grown
-        p = s.sub_(base[..., None]).exp_()
-        acc *= (top - base).exp_()[..., None]
-        tile_values = values[:, keys.start : keys.stop]
-        acc.flatten(1, 2).baddbmm_(p.flatten(1, 2), tile_values)
-        top = grown
-    return acc, top
+class _Product:
+    """acc += P V of one tile, in bfloat16 where the values are."""
 
+    def __init__(self, c: _Chunk, dtype: torch.dtype):
+        self._low = dtype == torch.bfloat16
+        self._v = c.v.to(dtype) if self._low else c.v
+        self._scratch = _Scratch(c, dtype) if self._low else None
 
-def _forward_block_bounded(
-    c: _Chunk, values: Tensor, f: Features, rows: range
-) -> tuple[Tensor, Tensor]:
-    """`_forward_block` where |S| <= softcap: no maximum, nothing to rescale."""
-    q = c.q[:, :, rows.start : rows.stop].contiguous()
-    seqlen_q, seqlen_k = c.q.shape[2], c.k.shape[1]
-    acc = q.new_zeros(*q.shape[:3], values.shape[-1])
-    flat = acc.flatten(1, 2)
-    queries = q.flatten(1, 2)
-    scratch = q.new_empty(queries.shape[0], queries.shape[1], _TILE_KEYS)
-    for keys in _key_tiles(f, rows, seqlen_q, seqlen_k):
-        t = _tile(f, rows, keys, seqlen_k - seqlen_q, q.dtype)
-        span = slice(keys.start, keys.stop)
-        if len(keys) == _TILE_KEYS:
-            p = torch.bmm(queries, c.k[:, span].transpose(1, 2), out=scratch)
+    def add(self, acc: Tensor, p: Tensor, keys: slice) -> None:
+        """Mutates: acc (C, G * R, D_v)."""
+        values = self._v[:, keys]
+        if self._scratch is None:
+            acc.baddbmm_(p, values)
         else:
-            p = torch.bmm(queries, c.k[:, span].transpose(1, 2))
-        p.tanh_().mul_(f.softcap).exp_()
-        if t.hidden is not None:
-            p.view(*q.shape[:3], -1).masked_fill_(t.hidden, 0.0)
-        flat.baddbmm_(p, values[:, span])
-    return acc, q.new_zeros(())
+            acc += torch.bmm(self._scratch.shaped(*p.shape[1:]).copy_(p), values)
 
 
-def _nonfinite_part(f: Features, rows: range, seqlen_q: int, v: Tensor) -> Tensor:
-    """What NaN and Inf among the values add to each row that sees them: (C, 1, R, D_v)."""
-    seqlen_k = v.shape[1]
-    added = v.new_zeros(v.shape[0], len(rows), v.shape[2])
-    for keys in _key_tiles(f, rows, seqlen_q, seqlen_k):
-        part = v[:, keys.start : keys.stop]
-        if bool(part.sum().isfinite()):
-            continue
-        plain = Features(f.mask, f.scale, 0.0, None)
-        hidden = _tile(plain, rows, keys, seqlen_k - seqlen_q, v.dtype).hidden
-        seen = v.new_ones(len(rows), len(keys))
-        if hidden is not None:
-            seen.masked_fill_(hidden, 0.0)
-        for value in (torch.nan, torch.inf, -torch.inf):
-            is_value = part.isnan() if value != value else part == value
-            met = seen @ is_value.to(v.dtype) > 0  # (C, R, D_v)
-            added += torch.zeros_like(added).masked_fill_(met, value)
-    return added.unsqueeze(1)
+def _forward_bounded(c: _Chunk, f: Features, rows: range, scores: _Scratch, product: _Product):
+    """Sum of 2^S V, sum of 2^S and 0: no maximum, nothing to rescale."""
+    q = _of_block(c.q, c, rows).mul_(f.log2_factor)
+    acc = q.new_zeros(*q.shape[:2], c.v.shape[-1])
+    total = q.new_zeros(*q.shape[:2], 1)
+    for t in _tiles(c, f, rows):
+        p = scores.shaped(q.shape[1], t.num_keys)
+        torch.bmm(q, c.k[:, t.keys].transpose(1, 2), out=p)
+        if f.softcap > 0:
+            p.tanh_().mul_(f.softcap * _LOG2_E)
+        _mask(p, c, t)
+        p.exp2_()
+        total += p.sum(-1, keepdim=True)
+        product.add(acc, p, t.keys)
+    return acc, total, 0.0
+
+
+def _forward_shifted(c: _Chunk, f: Features, rows: range, scores: _Scratch, product: _Product):
+    """Sum of 2^(S - m) V, sum of 2^(S - m) and the maximum m."""
+    q = _of_block(c.q, c, rows).mul_(f.log2_factor)
+    acc = q.new_zeros(*q.shape[:2], c.v.shape[-1])
+    total = q.new_zeros(*q.shape[:2], 1)
+    top = q.new_full((*q.shape[:2], 1), -torch.inf)
+    for t in _tiles(c, f, rows):
+        s = scores.shaped(q.shape[1], t.num_keys)
+        torch.bmm(q, c.k[:, t.keys].transpose(1, 2), out=s)
+        if f.softcap > 0:
+            s.tanh_().mul_(f.softcap * _LOG2_E)
+        _mask(s, c, t)
+        grown = torch.maximum(top, s.amax(-1, keepdim=True))
+        # A row that has seen nothing yet keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
+        base = grown.where(grown != -torch.inf, 0.0)
+        shrink = (top - base).exp2_()
+        p = s.sub_(base).exp2_()
+        total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+        product.add(acc.mul_(shrink), p, t.keys)
+        top = grown
+    return acc, total, top
+
+
+class _Rows(NamedTuple):
+    """What the backward is given of a chunk's rows, views; all (C, G, S_q, ...)."""
+
+    dout: Tensor  # D_v columns
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+
+class _Gradients(NamedTuple):
+    dq: Tensor  # (C, G, S_q, D), a view of the result
+    dk: Tensor  # (C, S_k, D), in the dtype of sums
+    dv: Tensor  # (C, S_k, D_v), likewise
 
 
 def backward(
@@ -258,62 +346,58 @@ def backward(
         f: mask and scores.
 
     Returns:
-        dq, dk, dv in the dtype of sums.
+        dq, dk, dv as q, k, v.
     """
-    num_kv_heads, seqlen_q, seqlen_k = k.shape[2], q.shape[1], k.shape[1]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
     dtype = sum_dtype(q.dtype)
-    dout = _by_head(saved.dout, num_kv_heads)
-    d = (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1).transpose(1, 2)  # (B, H, S_q)
-    if saved.dlse is not None:
-        d = d - saved.dlse
-    d = d.reshape(dout.shape[0], -1, seqlen_q)
-    lse = saved.lse.reshape(dout.shape[0], -1, seqlen_q)
-    dq = torch.zeros(*dout.shape[:3], q.shape[-1], dtype=dtype)
-    dk, dv = (torch.zeros(dout.shape[0], seqlen_k, x.shape[-1], dtype=dtype) for x in (k, v))
     for c in _chunks(q, k, v, f):
-        grads = _Gradients(dq[c.heads], dk[c.heads], dv[c.heads])
-        given = (dout[c.heads].to(dtype), lse[c.heads], d[c.heads])
-        for rows in _row_blocks(f, c):
-            _backward_block(c, f, rows, given, grads)
-    # q was scaled already: dS^T q holds the factor for dK, not for dQ; softcap cancels in both.
-    factor = f.scale / f.softcap if f.softcap > 0 else f.scale
-    dq *= factor
-    shape = (q.shape[0], num_kv_heads)
-    dq = dq.unflatten(0, shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    dk, dv = (x.unflatten(0, shape).transpose(1, 2) for x in (dk, dv))
+        dlse = None if saved.dlse is None else _of_rows(saved.dlse, c)
+        dout, out = _of_chunk(saved.dout, c), _of_chunk(saved.out, c)
+        given = _Rows(dout, out, _of_rows(saved.lse, c), dlse)
+        results = [x[c.batch, :, c.heads].transpose(0, 1) for x in (dk, dv)]
+        # Sums of float32 are the results themselves.
+        sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype) for x in results]
+        grads = _Gradients(_of_chunk(dq, c), sums[0], sums[1])
+        scratch = [_Scratch(c, dtype) for _ in range(3 if f.softcap > 0 else 2)]
+        for rows in _row_blocks(c, f, _is_spoilt(c.q, c.k, c.v, dout)):
+            _backward_block(c, f, rows, given, grads, scratch)
+        if dtype != dk.dtype:
+            for result, total in zip(results, sums, strict=True):
+                result.copy_(total)
     return dq, dk, dv
 
 
-class _Gradients(NamedTuple):
-    dq: Tensor  # (C, G, S_q, D)
-    dk: Tensor  # (C, S_k, D)
-    dv: Tensor  # (C, S_k, D_v)
-
-
 def _backward_block(
-    c: _Chunk, f: Features, rows: range, given: tuple[Tensor, Tensor, Tensor], grads: _Gradients
+    c: _Chunk, f: Features, rows: range, given: _Rows, grads: _Gradients, scratch: list[_Scratch]
 ) -> None:
-    """Adds one block of rows to the gradients. Mutates: grads."""
+    """Adds one block of rows to the gradients. Mutates: grads, scratch."""
     place = slice(rows.start, rows.stop)
-    q = c.q[:, :, place].contiguous()
-    dout, lse, d = (x[:, :, place] for x in given)
-    dout = dout.reshape(q.shape[0], -1, dout.shape[-1])  # (C, G * R, D_v)
-    seqlen_q, seqlen_k = c.q.shape[2], c.k.shape[1]
-    dq = q.new_zeros(q.shape).flatten(1, 2)
-    for keys in _key_tiles(f, rows, seqlen_q, seqlen_k):
-        span = slice(keys.start, keys.stop)
-        t = _tile(f, rows, keys, seqlen_k - seqlen_q, q.dtype)
-        s, capped = _scores(c, q, t, f)
-        p = s.sub_(lse[..., None]).exp_()  # (C, G, R, K)
-        ds = torch.bmm(dout, c.v[:, span].transpose(1, 2)).view_as(p)
-        ds.sub_(d[..., None]).mul_(p)
-        if capped is not None:
+    q = _of_block(c.q, c, rows).mul_(f.log2_factor)
+    dout = _of_block(given.dout, c, rows)
+    minus_lse = given.lse[:, :, place].flatten(1, 2).unsqueeze(-1) * -_LOG2_E
+    minus_d = (dout * _of_block(given.out, c, rows)).sum(-1, keepdim=True).neg_()
+    if given.dlse is not None:
+        minus_d += given.dlse[:, :, place].flatten(1, 2).unsqueeze(-1)
+    # q holds log2_factor; dS lacks the softcap.
+    key_factor = f.softcap if f.softcap > 0 else 1 / _LOG2_E
+    dq = torch.zeros_like(q)
+    for t in _tiles(c, f, rows):
+        k, v = c.k[:, t.keys], c.v[:, t.keys]
+        p, ds = (s.shaped(q.shape[1], t.num_keys) for s in scratch[:2])
+        slope = None
+        if f.softcap > 0:
+            slope = torch.bmm(q, k.transpose(1, 2), out=scratch[2].shaped(*p.shape[1:])).tanh_()
+            torch.add(minus_lse, slope, alpha=f.softcap * _LOG2_E, out=p)
+        else:
+            torch.baddbmm(minus_lse.expand_as(p), q, k.transpose(1, 2), out=p)
+        _mask(p, c, t)
+        p.exp2_()
+        torch.baddbmm(minus_d.expand_as(ds), dout, v.transpose(1, 2), out=ds).mul_(p)
+        if slope is not None:
             # d(cap * tanh x) / dx = cap * (1 - tanh^2 x)
-            ds.mul_(capped.square_().neg_().add_(1.0)).mul_(f.softcap)
-        if t.hidden is not None:
-            ds.masked_fill_(t.hidden, 0.0)
-        p, ds = p.flatten(1, 2), ds.flatten(1, 2)
-        grads.dv[:, span].baddbmm_(p.transpose(1, 2), dout)
-        grads.dk[:, span].baddbmm_(ds.transpose(1, 2), q.flatten(1, 2))
-        dq.baddbmm_(ds, c.k[:, span])
-    grads.dq[:, :, place] = dq.view_as(q)
+            ds.addcmul_(ds, slope.mul_(slope), value=-1.0)
+        # baddbmm_ into a slice would run head by head.
+        grads.dv[:, t.keys] += torch.bmm(p.transpose(1, 2), dout)
+        grads.dk[:, t.keys].add_(torch.bmm(ds.transpose(1, 2), q), alpha=key_factor)
+        dq.baddbmm_(ds, k)
+    grads.dq[:, :, place] = dq.mul_(f.scale).view(*c.q.shape[:2], len(rows), -1)
