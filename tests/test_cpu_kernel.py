@@ -32,7 +32,7 @@ BANDS = {
     "wide window": {"window": (210, 100)},
     "window": {"causal": True, "window": (70, 0)},
     "narrow window": {"window": (1, 2)},
-    "own key only": {"window": (0, 0)},
+    "two keys": {"window": (0, 1)},
     "left only": {"window": (33, -1)},
     "right only": {"window": (-1, 5)},
 }
@@ -68,7 +68,7 @@ def test_tiny_tiles(tiny_tiles, band, softcap, dtype):
 
 
 @pytest.mark.parametrize("features", [{}, {"softcap": 500.0}, {"window": (9, 4)}], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_scores_too_large_for_exp(dtype, features):
     q, k, v = qkv(1, 40, 50, head_dim=16, dtype=dtype)
     q = q * 60  # scores of hundreds: exp overflows without a maximum
@@ -133,10 +133,11 @@ def test_sinks_do_not_hide_nan():
     out = onchip.attention(q, k, v, causal=True, sinks=sinks)
     assert out[0, 3:, 0, 0].isnan().all() and out[0, :3].isfinite().all()
     (dsinks,) = torch.autograd.grad(out, sinks, torch.ones_like(out))
-    assert dsinks.isnan().tolist() == [True, False, False, False] and dsinks[1] == 0
+    # Heads 0 and 1 read the KV head that holds the NaN.
+    assert dsinks.isnan().tolist() == [True, True, False, False] and dsinks[2:].all()
 
 
-@pytest.mark.parametrize("features", [{"causal": True}, {"softcap": 3.0}, {"window": (20, 5)}], ids=str)
+@pytest.mark.parametrize("features", [{"causal": True}, {"softcap": 3.0}, {"window": (20, 5)}])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bits_do_not_depend_on_neighbours(dtype, features):
     lengths = [70, 1, 0, 150]
@@ -204,7 +205,9 @@ def test_timing_interleaves_and_compares_rounds():
     order = []
     calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
     times_us = timing.interleaved_us(calls, rounds=3, min_time_us=0.0)
-    assert order[4:] == ["a", "b"] * 3 and all(len(t) == 3 for t in times_us.values())
+    assert order[4:] == ["a", "b", "b", "a", "a", "b"] and all(
+        len(t) == 3 for t in times_us.values()
+    )
     assert timing.median_ratio([2.0, 9.0, 40.0], [1.0, 3.0, 10.0]) == 3.0
 
 
@@ -212,6 +215,7 @@ def test_cases_count_what_the_mask_lets_through():
     cases = {case.name: case for case in bench.CASES}
     assert cases["full"].share(64) == 1.0
     assert cases["causal"].share(64) == pytest.approx(65 / 128)
+    assert cases["causal"].share_of_torch(64) == 1.0 == cases["full"].share_of_torch(64)
     assert cases["varlen"].share(64) == pytest.approx(0.5**2 + 0.25**2 + 2 * 0.125**2)
     assert cases["S_q = N/2, causal"].share(64) == pytest.approx((32 * 32 + 32 * 33 / 2) / 64**2)
 

@@ -4,8 +4,8 @@ Usage: python -m onchip.bench.cpu [--json PATH] [--quick] [--overhead] [--only N
 
 First every case is checked against the oracle on a smaller problem. Then onchip and
 `F.scaled_dot_product_attention` run in turns on the same tensors. Where torch can express the
-call it runs that very call; elsewhere it runs the full square one of the same N, and its time is
-scaled to the FLOPs that the case's mask lets through.
+call it runs that very call; elsewhere it runs the square one of the same N, causal if the case
+is, and its time is scaled to the FLOPs that the case's mask lets through.
 
 Legend: N sequence length, B = 1 batch, H heads, D head dimension.
 """
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ class Case:
     Args:
         name: for people.
         features: keywords of `onchip.attention`.
+        window: shares of N left and right of a query's own key.
         queries: share of N that S_q is.
         parts: shares of N of packed sequences; empty for a dense call.
         same: whether torch's function computes the same, causal or not.
@@ -53,6 +55,7 @@ class Case:
 
     name: str
     features: dict = field(default_factory=dict)
+    window: tuple[float, float] | None = None
     queries: float = 1.0
     parts: tuple[float, ...] = ()
     same: bool = False
@@ -63,10 +66,25 @@ class Case:
             return [(int(n * share), int(n * share)) for share in self.parts]
         return [(int(n * self.queries), n)]
 
+    def arguments(self, n: int) -> dict:
+        """Keywords of `onchip.attention`."""
+        if self.window is None:
+            return self.features
+        return {**self.features, "window": tuple(int(n * share) for share in self.window)}
+
     def share(self, n: int) -> float:
         """FLOPs of this call over those of the full square one."""
-        mask = Mask.of(self.features.get("causal", False), self.features.get("window", (-1, -1)))
+        mask = Mask.of(self.causal, self.arguments(n).get("window", (-1, -1)))
         return sum(mask.num_visible(*pair) for pair in self.lengths(n)) / n**2
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.features.get("causal", False)
+
+    def share_of_torch(self, n: int) -> float:
+        """FLOPs of this call over those of the call that torch runs beside it."""
+        return self.share(n) / Mask(-1, 0 if self.causal else -1).num_visible(n, n) * n**2
 
     def target(self) -> float:
         """Least speed wanted, as a share of torch's."""
@@ -77,8 +95,8 @@ CAUSAL = {"causal": True}
 CASES = (
     Case("full", same=True),
     Case("causal", CAUSAL, same=True),
-    Case("window 256, causal", {**CAUSAL, "window": (256, 0)}),
-    Case("window 128+128", {"window": (128, 128)}),
+    Case("window N/4, causal", CAUSAL, window=(0.25, 0.0)),
+    Case("window N/8 + N/8", window=(0.125, 0.125)),
     Case("softcap", {"softcap": 30.0}),
     Case("softcap, causal", {**CAUSAL, "softcap": 30.0}),
     Case("S_q = N/2, causal", CAUSAL, queries=0.5),
@@ -94,11 +112,12 @@ class Call:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], Any]
 
 
 def onchip_call(case: Case, n: int, dtype: torch.dtype, grad: bool) -> Call:
     """The case through the public call."""
+    arguments = case.arguments(n)
     generator = torch.Generator().manual_seed(n)
     lengths = case.lengths(n)
     total_q, total_k = (sum(side) for side in zip(*lengths, strict=True))
@@ -109,25 +128,25 @@ def onchip_call(case: Case, n: int, dtype: torch.dtype, grad: bool) -> Call:
     )
     if not case.parts:
         q, k, v = (x.requires_grad_(grad) for x in (q, k, v))
-        return Call(q, k, v, lambda: attention(q, k, v, **case.features))
+        return Call(q, k, v, lambda: attention(q, k, v, **arguments))
     q, k, v = (x[0].requires_grad_(grad) for x in (q, k, v))
     longest = max(length for length, _ in lengths)
     offsets = torch.tensor([0] + [length for length, _ in lengths]).cumsum(0).int()
     limits = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     limits |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return Call(q, k, v, lambda: attention_varlen(q, k, v, **limits, **case.features))
+    return Call(q, k, v, lambda: attention_varlen(q, k, v, **limits, **arguments))
 
 
 def torch_call(case: Case, n: int, dtype: torch.dtype, grad: bool) -> Call:
-    """torch's function: the same call where it can express it, else the full square."""
+    """torch's function: the same call where it can express it, else the square one."""
     generator = torch.Generator().manual_seed(n)
     inputs = [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(3)]
     q, k, v = (x.requires_grad_(grad) for x in inputs)
-    causal = case.same and case.features.get("causal", False)
 
     def run():
-        views = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
+        q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=case.causal)
+        return out.transpose(1, 2)
 
     return Call(q, k, v, run)
 
@@ -149,7 +168,8 @@ def measure(case: Case, n: int, dtype: torch.dtype, part: str, rounds: int) -> d
     else:
         calls = {"onchip": ours.run, "torch": theirs.run}
     times_us = interleaved_us(calls, rounds)
-    share = 1.0 if case.same else case.share(n)
+    share = case.share_of_torch(n)
+    shape = "square causal" if case.causal else "square"
     ratio = share * median_ratio(times_us["torch"], times_us["onchip"])
     return {
         "name": f"{case.name}, N = {n}",
@@ -159,7 +179,7 @@ def measure(case: Case, n: int, dtype: torch.dtype, part: str, rounds: int) -> d
         "part": part,
         "onchip_us": statistics.median(times_us["onchip"]),
         "torch_us": share * statistics.median(times_us["torch"]),
-        "torch_call": "the same" if case.same else "full square, scaled to the same FLOPs",
+        "torch_call": "the same" if case.same else f"{shape}, scaled to the same FLOPs",
         "ratio": ratio,
         "target": case.target(),
         "passed": ratio >= case.target(),
@@ -193,7 +213,7 @@ def _eager(case: Case, n: int, inputs, dout) -> tuple[torch.Tensor, ...]:
     outs, start = [], 0
     for seqlen_q, seqlen_k in case.lengths(n):
         rows, keys = slice(start, start + seqlen_q), slice(start, start + seqlen_k)
-        outs.append(reference.eager(q[:, rows], k[:, keys], v[:, keys], **case.features)[0])
+        outs.append(reference.eager(q[:, rows], k[:, keys], v[:, keys], **case.arguments(n))[0])
         start += seqlen_q
     out = torch.cat(outs, dim=1).view(dout.shape)
     return (out, *torch.autograd.grad(out, inputs, dout))
@@ -217,9 +237,14 @@ print(grown_mb(int(sys.argv[1])))
 def grown_mb(n: int) -> float:
     """Growth of this process's peak memory over its present size, MB; for a fresh process."""
     inputs = [torch.randn(1, n, 1, HEAD_DIM, requires_grad=True) for _ in range(3)]
-    attention(*(x[:, :64] for x in inputs), causal=True).sum().backward()  # loads the kernels
+
+    def step(q, k, v):
+        out: Any = attention(q, k, v, causal=True)
+        out.sum().backward()
+
+    step(*(x[:, :64] for x in inputs))  # loads the kernels
     before = _status_mb("VmRSS")
-    attention(*inputs, causal=True).sum().backward()
+    step(*inputs)
     return _status_mb("VmHWM") - before
 
 

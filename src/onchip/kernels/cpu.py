@@ -7,7 +7,7 @@ Two ways to compute a sequence:
   cut into rectangles that it does know, merged by their LSE (Dao et al. 2022, FlashAttention,
   section 3.1).
 * `onchip.kernels.cpu_tiled` for what the operator cannot say (softcap, ALiBi, float64), and
-  where tiles are quicker: under a mask in float32, and its gradients in any dtype.
+  where tiles are quicker: a window in float32, and the gradients of every mask but a causal square.
 
 Extra memory is O(S * D) and tiles. Sums are float32 (float64 for float64), but for 16-bit shares
 of one row that are merged. What it does not do: backward through pages.
@@ -59,11 +59,9 @@ def launch_fused_backward(
     q, k, v, dout, out = (x.transpose(1, 2) for x in (t.q, t.k, t.v, saved.dout, saved.out))
     causal = problem.mask.causal
     grads = _backward_op(dout, q, k, v, out, saved.lse, 0.0, causal, scale=problem.scale)
-    # The last query sees every key and the first key is seen by every query: whatever NaN could
-    # leak shows in their gradients.
-    if causal and not all(_is_finite(g[:, :, n]) for g, n in zip(grads, (-1, 0, 0), strict=True)):
-        return launch_backward(problem, t, saved)  # type: ignore[return-value]
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    if causal and not _are_exact((dq, dk, dv)):
+        return launch_backward(problem, t, saved)  # type: ignore[return-value]
     return dq, dk, dv, None
 
 
@@ -214,6 +212,12 @@ def _is_exact(out: Tensor, r: _Rectangle) -> bool:
     return not r.causal or _is_finite(out[:, :, -1])
 
 
+def _are_exact(grads: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """`_is_exact` for dq, dk, dv (B, S, H, D) of a causal square."""
+    # The last query sees every key, the first key is seen by every query: NaN shows in theirs.
+    return all(_is_finite(g[:, n]) for g, n in zip(grads, (-1, 0, 0), strict=True))
+
+
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Puts exp(sink) into each denominator: out *= exp(lse - lse'), lse' = log(e^lse + e^sink)."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -245,7 +249,8 @@ def _attend(problem: Problem, p: _Piece) -> tuple[Tensor, Tensor]:
     dtype = p.q.dtype
     q = p.q.to(p.k.dtype) if p.k.dtype != dtype else p.q  # a cache that was dequantised
     mask = problem.mask
-    if _takes_fused(problem) and (mask.is_full or q.shape[1] == 1 or q.dtype != torch.float32):
+    squares = mask.left < 0 and mask.right <= 0  # no masked rectangles
+    if _takes_fused(problem) and (squares or q.shape[1] == 1 or q.dtype != torch.float32):
         found = _forward_fused(problem, q, p.k, p.v)
         if found is not None:
             return found[0].to(dtype), found[1]
@@ -255,8 +260,11 @@ def _attend(problem: Problem, p: _Piece) -> tuple[Tensor, Tensor]:
 
 
 def _attend_backward(problem: Problem, p: _Piece, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    if _takes_fused(problem) and problem.mask.is_full:
-        return _backward_fused(problem, p.q, p.k, p.v, saved)
+    square = problem.mask == Mask(-1, 0) and p.q.shape[1] == p.k.shape[1]
+    if _takes_fused(problem) and (square or problem.mask.is_full):
+        grads = _backward_fused(problem, p.q, p.k, p.v, saved)
+        if problem.mask.is_full or _are_exact(grads):
+            return grads
     args = cpu_tiled.Features(problem.mask, problem.scale, problem.softcap, p.slopes)
     return cpu_tiled.backward(p.q, p.k, p.v, saved, args)
 
@@ -329,13 +337,17 @@ def _forward_fused(
     if seqlen_q == 1 and problem.group > 1:
         return _decode_fused(problem, q, k, v)
     width = max(q.shape[-1], dim_v)
+    cut = list(_rectangles(problem.mask, seqlen_q, seqlen_k))
+    if problem.group == 1 and len(cut) == 1 and cut[0].rows == slice(0, seqlen_q):
+        q, k, v = (_padded(x, width).transpose(1, 2) for x in (q, k, v))
+        out, lse = _call(problem, q, k, v, cut[0])
+        return (out[..., :dim_v].transpose(1, 2), lse) if _is_exact(out, cut[0]) else None
     out = q.new_zeros(batch, seqlen_q, num_heads, dim_v)
     lse = torch.full((batch, num_heads, seqlen_q), -torch.inf)
     out_groups = _groups(out, num_kv_heads)
     lse_groups = lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
     q_groups = [_padded(x, width) for x in _groups(q, num_kv_heads)]
     k, v = (_padded(x, width).transpose(1, 2) for x in (k, v))
-    cut = list(_rectangles(problem.mask, seqlen_q, seqlen_k))
     for q_g, out_g, lse_g in zip(q_groups, out_groups, lse_groups, strict=True):
         seen = 0
         for r in cut:
@@ -355,11 +367,7 @@ def _decode_fused(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     """One query a sequence: the heads of a group are the rows of one rectangle."""
     batch, _, num_heads, _ = q.shape
     width = max(q.shape[-1], v.shape[-1])
-    rows = (
-        q.view(batch, k.shape[2], problem.group, -1)
-        if q.is_contiguous()
-        else q.reshape(batch, k.shape[2], problem.group, -1)
-    )
+    rows = q.reshape(batch, k.shape[2], problem.group, -1)
     args = (_padded(x, width) for x in (rows, k.transpose(1, 2), v.transpose(1, 2)))
     out, lse = _forward_op(*args, 0.0, False, scale=problem.scale)
     return out[..., : v.shape[-1]].reshape(batch, 1, num_heads, -1), lse.reshape(batch, -1, 1)
@@ -385,7 +393,7 @@ def _merge(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
 def _backward_fused(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients where every row sees every key, in float32: heads add up in it."""
+    """Gradients of a full rectangle or a causal square, in float32: heads add up in it."""
     num_kv_heads, dim, dim_v = k.shape[2], q.shape[-1], v.shape[-1]
     q, k, v, dout, out = (x.float() for x in (q, k, v, saved.dout, saved.out))
     if saved.dlse is not None:
@@ -396,7 +404,9 @@ def _backward_fused(
     lse_groups = saved.lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
     dq, dk, dv = [], None, None
     for dout_g, q_g, out_g, lse_g in zip(*groups, lse_groups, strict=True):
-        grads = _backward_op(dout_g, q_g, k, v, out_g, lse_g, 0.0, False, scale=problem.scale)
+        grads = _backward_op(
+            dout_g, q_g, k, v, out_g, lse_g, 0.0, problem.mask.causal, scale=problem.scale
+        )
         dq.append(grads[0][..., :dim].transpose(1, 2))
         dk = grads[1] if dk is None else dk.add_(grads[1])
         dv = grads[2] if dv is None else dv.add_(grads[2])

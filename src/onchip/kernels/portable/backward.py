@@ -3,7 +3,8 @@
 Method: nothing but the LSE was kept, so S and P are computed again, tile by tile (Dao et al.
 2022, FlashAttention, algorithm 4; Dao 2023, FlashAttention-2, algorithm 2):
 
-    P = exp(S - LSE); dV = P^T dO; dP = dO V^T; dS = P * (dP - D); dQ = scale dS K; dK = scale dS^T Q
+    P = exp(S - LSE); dV = P^T dO; dP = dO V^T; dS = P * (dP - D);
+    dQ = scale dS K; dK = scale dS^T Q;
     with D = rowsum(dO * O) - dLSE, and through the softcap dS *= 1 - (S / softcap)^2.
 
 Three kernels. `attn_bwd_pre_portable` makes D, and a block's part of the sinks' gradient.
@@ -19,7 +20,7 @@ and tiles that it hides are not visited.
 Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H_kv, D); any
 strides with the last one 1. lse, dlse (B, H, S_q) or (H, T_q). Gradients are contiguous, and 0
 where nothing is seen. Extra memory in bytes: 8 B H S_q (LSE in base 2, and D; S_q rounded up to
-128), and with sinks 4 B H ceil(S_q / 128); 4 B S_q H D more if dQ is added up from the dK/dV kernel.
+128), and with sinks 4 B H ceil(S_q / 128); 4 B S_q H D more if the dK/dV kernel adds up dQ.
 
 It does not do: pages, dropout, user score functions. A value of K or V that is not finite
 reaches the dQ of hidden rows in the tiles that the mask's edge crosses.
@@ -31,7 +32,6 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -40,9 +40,6 @@ from torch import Tensor
 
 from onchip.kernels.portable import masks
 from onchip.kernels.portable.arguments import Lengths, lengths_of
-from onchip.kernels.portable.backward_arguments import (
-    STATS_BLOCK as _STATS_BLOCK,
-)
 from onchip.kernels.portable.backward_arguments import (
     Spec,
     heads_per_group,
@@ -56,367 +53,24 @@ from onchip.kernels.portable.backward_arguments import (
     sum_of,
 )
 from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
+from onchip.kernels.portable.backward_tiles import (
+    LOG2E,
+    STATS_BLOCK,
+    Band,
+    Queries,
+    Rows,
+    Strides,
+    Terms,
+    head_slope,
+    load_tile,
+    locate,
+    rows_of,
+    stats_place,
+    store_rows,
+    walk_all_keys,
+    walk_all_queries,
+)
 from onchip.problem import Layout, Problem, Saved, Tensors
-
-LOG2E = masks.LOG2E
-STATS_BLOCK = tl.constexpr(_STATS_BLOCK)
-
-
-class Rows(NamedTuple):
-    """Where one head's rows of q, k, v or dout of one sequence lie.
-
-    Behind a descriptor they are found by coordinates, else by pointer and stride.
-    """
-
-    source: object  # descriptor, or pointer to the sequence's first row
-    batch: object
-    head: object
-    first: object
-    stride_row: object
-
-
-class Queries(NamedTuple):
-    """What a tile of queries is read from."""
-
-    q: Rows
-    dout: Rows
-    lse: object  # LSE in base 2, +inf for rows that see nothing: descriptor, or pointer to row 0
-    delta: object  # D, likewise
-    stats_line: object
-    stats_start: object
-    num_rows: object
-
-
-class Band(NamedTuple):
-    """The mask of one sequence; see `masks`."""
-
-    seqlen_k: object
-    shift: object
-    first_key: object
-    left: object
-    right: object
-
-
-class Terms(NamedTuple):
-    """What turns Q K^T into logits of base 2."""
-
-    scale: object  # scale * log2(e); with a softcap, scale / softcap
-    softcap: object  # softcap * log2(e)
-    slope: object  # ALiBi slope * log2(e)
-
-
-class Strides(NamedTuple):
-    """Strides of sequence, row and head."""
-
-    batch: object
-    row: object
-    head: object
-
-
-@triton.jit
-def _locate(num_blocks, num_sequences, num_heads, group, LONGEST_LAST: tl.constexpr):
-    """This program's block, sequence and head.
-
-    Heads come in groups that share the L2 cache; in a group all heads' first blocks come before
-    all heads' second ones.
-    """
-    program = tl.program_id(0)
-    first = program // (group * num_blocks) * group
-    rest = program - first * num_blocks
-    size = tl.minimum(group, num_sequences * num_heads - first)
-    block = rest // size
-    index = first + rest % size
-    if LONGEST_LAST:
-        block = num_blocks - 1 - block
-    return block, index // num_heads, index % num_heads
-
-
-@triton.jit
-def _rows_of(source, batch, head, first, strides: Strides, SPEC: tl.constexpr):
-    """`Rows` of one head of one sequence; offsets are 64-bit from here on."""
-    row = strides.row * SPEC.vector
-    place = batch
-    if SPEC.packed:
-        place = 0
-    if not SPEC.described:
-        source += place * (strides.batch * SPEC.vector) + head * (strides.head * SPEC.vector)
-        source += tl.cast(first, tl.int64) * row
-    return Rows(source, place, head, first, row)
-
-
-@triton.jit
-def _load_tile(
-    rows: Rows, start, limit, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    CLEAN: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK, WIDTH) from row `start` on; 0 past D.
-
-    Rows from `limit` on are 0, except through a descriptor, which gives 0 outside of the whole
-    tensor only: CLEAN clears other sequences' rows there.
-    """
-    index = start + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH)
-    if SPEC.described:
-        tile = rows.source.load([rows.batch, rows.head, rows.first + start, 0])
-        tile = tile.reshape(BLOCK, WIDTH)
-        if CLEAN:
-            tile = tl.where((index < limit)[:, None], tile, 0.0)
-        return tile
-    else:
-        base = rows.source + tl.cast(start, tl.int64) * rows.stride_row
-        pointers = base + (tl.arange(0, BLOCK) * rows.stride_row)[:, None] + columns[None, :]
-        if DIM < WIDTH:
-            inside = (index < limit)[:, None] & (columns < DIM)[None, :]
-        else:
-            inside = (index < limit)[:, None]
-        return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def _stats_place(batch, head, q_start, num_heads, SPEC: tl.constexpr):
-    """Line of LSE and D, and where a sequence begins in it: at a multiple of STATS_BLOCK.
-
-    Dense: (B * H, S_q rounded up). Packed: (H, T_q + B * STATS_BLOCK rounded down); a sequence's
-    gap to its predecessor holds the padding of that one.
-    """
-    if SPEC.packed:
-        return head, (q_start // STATS_BLOCK + batch) * STATS_BLOCK
-    else:
-        return batch * num_heads + head, 0
-
-
-@triton.jit
-def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
-    """(BM,) of LSE or D from row `start` on; there is padding behind a sequence's last row."""
-    if SPEC.described:
-        tile = source.load([queries.stats_line, queries.stats_start + start])
-        return tile.reshape(SPEC.block_m)
-    else:
-        return tl.load(source + start + tl.arange(0, SPEC.block_m))
-
-
-@triton.jit
-def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
-    """Base 2 logits from Q K^T, before the mask, and the softcap's derivative (else 1).
-
-    `rows` and `columns` broadcast to the tile, whichever way it lies.
-    """
-    scores = products * terms.scale
-    slope = 1.0
-    if SPEC.has_softcap:
-        bent = masks.tanh(scores, SPEC.is_float32)
-        scores = terms.softcap * bent
-        slope = 1.0 - bent * bent
-    if SPEC.alibi_dim > 0:
-        scores += masks.alibi(rows, columns, band.shift, terms.slope)
-    return scores, slope
-
-
-@triton.jit
-def _weights(scores, lse, seen, MASKED: tl.constexpr):
-    """P, 0 where hidden."""
-    weights = tl.exp2(scores - lse)
-    if MASKED:
-        weights = tl.where(seen, weights, 0.0)
-    return weights
-
-
-@triton.jit
-def _score_gradient(
-    weights, products, delta, slope, seen, MASKED: tl.constexpr, SPEC: tl.constexpr
-):
-    """dS = P * (dP - D), through the softcap; 0 where hidden, whatever dP is."""
-    gradient = weights * (products - delta)
-    if SPEC.has_softcap:
-        gradient = gradient * slope
-    if MASKED:
-        gradient = tl.where(seen, gradient, 0.0)
-    return gradient
-
-
-@triton.jit
-def _seen(rows, columns, band: Band, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Which pairs of a tile the mask lets through; None where it lets all."""
-    if MASKED:
-        return masks.visible(
-            rows, columns, band.seqlen_k, band.shift, band.first_key, band.left, band.right,
-            SPEC.has_left, SPEC.has_right,
-        )  # fmt: skip
-    else:
-        return True
-
-
-@triton.jit
-def _add_to_dq(ds_t, k, dq_sum: Rows, start, num_rows, SPEC: tl.constexpr):
-    """Adds dS K of one tile to the float32 dQ."""
-    part = tl.dot(tl.trans(ds_t), k, input_precision=SPEC.precision)  # (BM, D)
-    if SPEC.reduction == "tma":
-        source = dq_sum.source
-        block = part.reshape(1, 1, SPEC.block_m, SPEC.width)
-        source.atomic_add([dq_sum.batch, dq_sum.head, start, 0], block)
-    else:
-        rows = start + tl.arange(0, SPEC.block_m)
-        columns = tl.arange(0, SPEC.width)
-        inside = (rows < num_rows)[:, None] & (columns < SPEC.dim)[None, :]
-        base = dq_sum.source + tl.cast(start, tl.int64) * dq_sum.stride_row
-        offsets = tl.arange(0, SPEC.block_m) * dq_sum.stride_row
-        pointers = base + offsets[:, None] + columns[None, :]
-        tl.atomic_add(pointers, part, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def _walk_queries(
-    dk, dv, k, v, column_start, start, stop, queries: Queries, dq_sum, band: Band, terms: Terms,
-    SPEC: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds the rows [start, stop), whole tiles, to a block's dK and dV. Tiles lie (BN, BM)."""
-    BM: tl.constexpr = SPEC.block_m
-    CLEAN: tl.constexpr = SPEC.foreign_rows and MASKED
-    columns = column_start + tl.arange(0, SPEC.block_n)[:, None]
-    for m in tl.range(start, stop, BM):
-        index = m + tl.arange(0, BM)
-        rows = index[None, :]
-        q = _load_tile(queries.q, m, queries.num_rows, BM, SPEC.dim, SPEC.width, CLEAN, SPEC)
-        lse = _load_stats(queries.lse, queries, m, SPEC)
-        products = tl.dot(k, tl.trans(q), input_precision=SPEC.precision)
-        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
-        seen = _seen(rows, columns, band, MASKED, SPEC)
-        weights = _weights(scores, lse[None, :], seen, MASKED)
-        dout = _load_tile(
-            queries.dout, m, queries.num_rows, BM, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
-        )
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=SPEC.precision)
-        delta = _load_stats(queries.delta, queries, m, SPEC)
-        products = tl.dot(v, tl.trans(dout), input_precision=SPEC.precision)
-        ds = _score_gradient(weights, products, delta[None, :], slope, seen, MASKED, SPEC)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=SPEC.precision)
-        if SPEC.reduction != "none":
-            _add_to_dq(ds, k, dq_sum, m, queries.num_rows, SPEC)
-    return dk, dv
-
-
-@triton.jit
-def _walk_all_queries(
-    dk, dv, k, v, column_start, column_end, queries: Queries, dq_sum, band: Band, terms: Terms,
-    SPEC: tl.constexpr,
-):  # fmt: skip
-    """A head's part of a block's dK and dV: up to three walks, of which the middle is unmasked.
-
-    Rows past S_q need no mask: they are 0, and their LSE of +inf makes P 0. Keys past S_k make
-    rubbish in their own rows of dK and dV, which are not stored; but not so in dQ.
-    """
-    BM: tl.constexpr = SPEC.block_m
-    any_start, any_end = masks.rows_seeing_any(
-        column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
-        SPEC.has_left, SPEC.has_right,
-    )  # fmt: skip
-    all_start, all_end = masks.rows_seeing_all(
-        column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
-        SPEC.has_left, SPEC.has_right,
-    )  # fmt: skip
-    if not SPEC.foreign_rows:
-        all_end = tl.where(all_end == queries.num_rows, tl.cdiv(all_end, BM) * BM, all_end)
-    start = any_start // BM * BM
-    stop = tl.maximum(start, tl.cdiv(any_end, BM) * BM)
-    full_start = start
-    if SPEC.has_right:
-        full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_start, BM) * BM), stop)
-    full_end = tl.minimum(tl.maximum(full_start, all_end // BM * BM), stop)
-    if SPEC.reduction != "none":
-        full_end = tl.where(column_end < column_start + SPEC.block_n, full_start, full_end)
-    if SPEC.has_right:
-        dk, dv = _walk_queries(
-            dk, dv, k, v, column_start, start, full_start, queries, dq_sum, band, terms, SPEC, True
-        )
-    dk, dv = _walk_queries(
-        dk, dv, k, v, column_start, full_start, full_end, queries, dq_sum, band, terms, SPEC, False
-    )
-    if SPEC.has_left or SPEC.foreign_rows or SPEC.reduction != "none":
-        dk, dv = _walk_queries(
-            dk, dv, k, v, column_start, full_end, stop, queries, dq_sum, band, terms, SPEC, True
-        )
-    return dk, dv
-
-
-@triton.jit
-def _walk_keys(
-    dq, q, dout, lse, delta, rows, start, stop, keys: Rows, values: Rows, band: Band,
-    terms: Terms, SPEC: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys [start, stop), whole tiles, to a block's dQ. Tiles lie (BM, BN)."""
-    BN: tl.constexpr = SPEC.block_n
-    CLEAN: tl.constexpr = SPEC.foreign_keys and MASKED
-    for n in tl.range(start, stop, BN):
-        columns = n + tl.arange(0, BN)[None, :]
-        k = _load_tile(keys, n, band.seqlen_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
-        products = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
-        v = _load_tile(values, n, band.seqlen_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
-        products_v = tl.dot(dout, tl.trans(v), input_precision=SPEC.precision)
-        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
-        seen = _seen(rows, columns, band, MASKED, SPEC)
-        weights = _weights(scores, lse, seen, MASKED)
-        ds = _score_gradient(weights, products_v, delta, slope, seen, MASKED, SPEC)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
-    return dq
-
-
-@triton.jit
-def _walk_all_keys(
-    q, dout, lse, delta, row_start, row_end, keys: Rows, values: Rows, band: Band, terms: Terms,
-    SPEC: tl.constexpr,
-):  # fmt: skip
-    """dQ of a block, before its scale: up to three walks, of which the middle is unmasked."""
-    BM: tl.constexpr = SPEC.block_m
-    BN: tl.constexpr = SPEC.block_n
-    WIDTH: tl.constexpr = SPEC.width
-    dq = tl.zeros([BM, WIDTH], tl.float32)
-    rows = row_start + tl.arange(0, BM)[:, None]
-    any_start, any_end = masks.keys_seen_by_any(
-        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
-    )
-    all_start, all_end = masks.keys_seen_by_all(
-        row_start, row_end, *band, SPEC.has_left, SPEC.has_right
-    )
-    full_start = any_start // BN * BN
-    if SPEC.has_left:
-        start = full_start
-        full_start = tl.minimum(tl.cdiv(all_start, BN), tl.cdiv(any_end, BN)) * BN
-        dq = _walk_keys(
-            dq, q, dout, lse, delta, rows, start, full_start, keys, values, band, terms, SPEC, True
-        )
-    full_end = tl.maximum(full_start, all_end // BN * BN)
-    dq = _walk_keys(
-        dq, q, dout, lse, delta, rows, full_start, full_end, keys, values, band, terms, SPEC, False
-    )
-    return _walk_keys(
-        dq, q, dout, lse, delta, rows, full_end, any_end, keys, values, band, terms, SPEC, True
-    )
-
-
-@triton.jit
-def _store_rows(
-    pointer, value, start, num_rows, stride_row, SPEC: tl.constexpr, IS_V: tl.constexpr
-):
-    """Writes the rows below `num_rows` of a (BLOCK, WIDTH) tile that begins at row `start`."""
-    BLOCK: tl.constexpr = value.shape[0]
-    DIM: tl.constexpr = SPEC.dim_v if IS_V else SPEC.dim
-    WIDTH: tl.constexpr = SPEC.width_v if IS_V else SPEC.width
-    rows = start + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH)
-    pointers = pointer + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
-    inside = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
-    tl.store(pointers, value.to(pointer.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _slope(alibi_slopes, batch, head, num_heads, SPEC: tl.constexpr):
-    """A head's ALiBi slope for logits of base 2; 0 without ALiBi."""
-    if SPEC.alibi_dim > 0:
-        return LOG2E * masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
-    else:
-        return 0.0
-
 
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
 # lengths and strides, the numbers must be parameters of their own. Hence so many.
@@ -458,7 +112,7 @@ def attn_bwd_pre_portable(
         first_row = tl.cast(batch, tl.int64) * seqlen_q
         at = first_row * num_heads + tl.cast(head, tl.int64) * seqlen_q
     seen = inside[:, None] & (columns < DIM_V)[None, :]
-    incoming = _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
+    incoming = rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
     index_64 = tl.cast(rows, tl.int64)[:, None]
     offsets = index_64 * incoming.stride_row + columns[None, :]
     gradient = tl.load(incoming.source + offsets, seen, 0.0)
@@ -471,7 +125,7 @@ def attn_bwd_pre_portable(
     empty = row_lse == float("-inf")
     # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
     d = tl.where(empty, 0.0, d)
-    line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+    line, start = stats_place(batch, head, q_start, num_heads, SPEC)
     to = line * stats_width + start
     tl.store(lse_base2 + to + rows, tl.where(empty, float("inf"), row_lse))
     tl.store(delta + to + rows, d)
@@ -498,7 +152,7 @@ def attn_bwd_dkdv_portable(
     WIDTH: tl.constexpr = SPEC.width
     WIDTH_V: tl.constexpr = SPEC.width_v
     num_blocks = tl.cdiv(seqlen_k, BN)
-    block, batch, kv_head = _locate(
+    block, batch, kv_head = locate(
         num_blocks, num_sequences, num_kv_heads, heads_per_group, SPEC.longest_last
     )
     q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
@@ -517,20 +171,21 @@ def attn_bwd_dkdv_portable(
         limit = seqlen_k
         first_row = tl.cast(batch, tl.int64) * seqlen_k
     band = Band(length_k, length_k - num_rows, first_key, left, right)
-    keys = _rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
-    values = _rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
-    CLEAN: tl.constexpr = SPEC.foreign_keys
-    k_tile = _load_tile(keys, column_start, length_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
-    v_tile = _load_tile(values, column_start, length_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
+    keys = rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
+    values = rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
+    # Other sequences' keys make rows of dK and dV that are not stored; but they would reach dQ.
+    CLEAN: tl.constexpr = SPEC.foreign_keys and SPEC.reduction != "none"
+    k_tile = load_tile(keys, column_start, length_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
+    v_tile = load_tile(values, column_start, length_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
     acc_k = tl.zeros([BN, WIDTH], tl.float32)
     acc_v = tl.zeros([BN, WIDTH_V], tl.float32)
     group = num_heads // num_kv_heads if SPEC.has_group else 1
     for head in range(kv_head * group, (kv_head + 1) * group):
-        line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+        line, start = stats_place(batch, head, q_start, num_heads, SPEC)
         at = line * stats_width + start
         queries = Queries(
-            _rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC),
-            _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC),
+            rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC),
+            rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC),
             lse if SPEC.described else lse + at,
             delta if SPEC.described else delta + at,
             line,
@@ -546,9 +201,9 @@ def attn_bwd_dkdv_portable(
             if not SPEC.packed:
                 q_row = tl.cast(batch, tl.int64) * seqlen_q
             total = Rows(dq_sum + q_row * row + head * SPEC.dim, 0, 0, 0, row)
-        slope = _slope(alibi_slopes, batch, head, num_heads, SPEC)
+        slope = head_slope(alibi_slopes, batch, head, num_heads, SPEC)
         terms = Terms(scale, softcap, slope)
-        acc_k, acc_v = _walk_all_queries(
+        acc_k, acc_v = walk_all_queries(
             acc_k, acc_v, k_tile, v_tile, column_start, column_end, queries, total, band, terms,
             SPEC,
         )  # fmt: skip
@@ -559,8 +214,8 @@ def attn_bwd_dkdv_portable(
     dk += (first_row * num_kv_heads + kv_head) * SPEC.dim
     dv += (first_row * num_kv_heads + kv_head) * SPEC.dim_v
     stride = tl.cast(num_kv_heads, tl.int64)
-    _store_rows(dk, acc_k * grad_scale, column_start, limit, stride * SPEC.dim, SPEC, False)
-    _store_rows(dv, acc_v, column_start, limit, stride * SPEC.dim_v, SPEC, True)
+    store_rows(dk, acc_k * grad_scale, column_start, limit, stride * SPEC.dim, SPEC, False)
+    store_rows(dv, acc_v, column_start, limit, stride * SPEC.dim_v, SPEC, True)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -578,7 +233,7 @@ def attn_bwd_dq_portable(
     """One program: dQ of BM queries of one head."""
     BM: tl.constexpr = SPEC.block_m
     num_blocks = tl.cdiv(seqlen_q, BM)
-    block, batch, head = _locate(
+    block, batch, head = locate(
         num_blocks, num_sequences, num_heads, heads_per_group, SPEC.longest_last
     )
     q_start, num_rows = masks.query_span(lengths.cu_seqlens_q, batch, seqlen_q)
@@ -589,21 +244,21 @@ def attn_bwd_dq_portable(
         lengths.cu_seqlens_k, lengths.seqused_k, None, batch, seqlen_k
     )
     band = Band(length_k, length_k - num_rows, first_key, left, right)
-    terms = Terms(scale, softcap, _slope(alibi_slopes, batch, head, num_heads, SPEC))
+    terms = Terms(scale, softcap, head_slope(alibi_slopes, batch, head, num_heads, SPEC))
     kv_head = head // (num_heads // num_kv_heads) if SPEC.has_group else head
-    queries = _rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC)
-    grads = _rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
-    keys = _rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
-    values = _rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
+    queries = rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC)
+    grads = rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
+    keys = rows_of(k, batch, kv_head, k_start, Strides(stride_kb, stride_ks, stride_kh), SPEC)
+    values = rows_of(v, batch, kv_head, k_start, Strides(stride_vb, stride_vs, stride_vh), SPEC)
     # Rows of another sequence end in rows of this block that are not stored.
-    q_tile = _load_tile(queries, row_start, num_rows, BM, SPEC.dim, SPEC.width, False, SPEC)
-    do_tile = _load_tile(grads, row_start, num_rows, BM, SPEC.dim_v, SPEC.width_v, False, SPEC)
-    line, start = _stats_place(batch, head, q_start, num_heads, SPEC)
+    q_tile = load_tile(queries, row_start, num_rows, BM, SPEC.dim, SPEC.width, False, SPEC)
+    do_tile = load_tile(grads, row_start, num_rows, BM, SPEC.dim_v, SPEC.width_v, False, SPEC)
+    line, start = stats_place(batch, head, q_start, num_heads, SPEC)
     rows = line * stats_width + start + row_start + tl.arange(0, BM)
     row_lse = tl.load(lse + rows)
     row_delta = tl.load(delta + rows)
     row_end = tl.minimum(row_start + BM, num_rows)
-    acc = _walk_all_keys(
+    acc = walk_all_keys(
         q_tile, do_tile, row_lse[:, None], row_delta[:, None], row_start, row_end, keys, values,
         band, terms, SPEC,
     )  # fmt: skip
@@ -612,7 +267,7 @@ def attn_bwd_dq_portable(
         first_row = tl.cast(batch, tl.int64) * seqlen_q
     dq += (first_row * num_heads + head) * SPEC.dim
     stride = tl.cast(num_heads, tl.int64) * SPEC.dim
-    _store_rows(dq, acc * grad_scale, row_start, num_rows, stride, SPEC, False)
+    store_rows(dq, acc * grad_scale, row_start, num_rows, stride, SPEC, False)
 
 
 def launch(

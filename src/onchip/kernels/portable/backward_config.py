@@ -98,7 +98,7 @@ _FLOAT32 = {
 _SM90 = {
     64: BackwardConfig(Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3), descriptors=True),
     128: BackwardConfig(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2), descriptors=True),
-    256: BackwardConfig(Tiles(64, 64, 8, 1), Tiles(128, 32, 8, 2), descriptors=True),
+    256: BackwardConfig(Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2), descriptors=True),
 }
 
 _SM80 = {

@@ -5,7 +5,7 @@ No kernel language is imported here, so that `explain` can show a config anywher
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -73,9 +73,9 @@ def choose_forward(problem: Problem) -> Config:
     if problem.seqlen_q <= 32:
         return _SHORT[width]
     if problem.arch == "sm_90":
-        # Rows of a band differ in length: longest first. Without one, heads stay together.
         banded = problem.mask.right >= 0 or problem.mask.left >= 0
-        return replace(_SM90[width], group_heads=banded)
+        short = banded and problem.seqlen_k <= 2048
+        return _SM90_SHORT[width] if short else _SM90[width, banded]
     return (_SM80 if problem.arch == "sm_80" else _SAFE)[width]
 
 
@@ -85,7 +85,6 @@ _FLOAT32 = {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: Config(16,
 # A few rows only: a larger block would compute rows that do not exist.
 _SHORT = {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 2), 256: Config(32, 32, 4, 1)}
 
-# Compiled for sm_90a: 159 to 255 registers, no spills in a loop; two warpgroups of 64 rows.
 # H200, 2026-11-29, bf16, 16k tokens, best of 25 configs in interleaved rounds (TFLOP/s at
 # 4k, full / causal): 64x128 with 4 warps 468 / 408 at D = 64 against 282 / 258 of 128x128 with
 # 8; 64x64 with 4 warps, 3 stages 510 / 473 at D = 128 against 422 / 370: two programs of 4
