@@ -245,8 +245,9 @@ def time_cell(dim: int, length: int, causal: bool, usable: list, options) -> dic
     whole = {}
     best = {}
     for which in ("dkdv", "dq"):
-        mine = {n: t for n, t in times.items() if n.startswith(which + ":")}
-        best[which] = min(mine, key=mine.get, default="")
+        prefix = which + ":"
+        mine = {n: t for n, t in times.items() if n.startswith(prefix)}
+        best[which] = min(mine, key=lambda n: mine[n], default="")
     configs = {f"{which}:{name}": config for which, name, config in usable}
     if all(best.values()):
         pair = replace(configs[best["dkdv"]], dq=configs[best["dq"]].dq)
@@ -304,7 +305,7 @@ def report(rows: list[dict]) -> None:
     for row in rows:
         cell = dict(row["tflops"])
         named = {n: cell.pop(n, 0.0) for n in ("pair", "chosen", "flash", "cudnn", "flex")}
-        fused = max(cell, key=cell.get, default="none")
+        fused = max(cell, key=lambda n: cell[n], default="none")
         top = max(cell.get(fused, 0.0), named["pair"], named["chosen"])
         over = [top / named[n] if named[n] else 0.0 for n in ("flash", "flex")]
         print(
@@ -316,7 +317,7 @@ def report(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--lengths", default="4096,16384,1024")
     parser.add_argument("--peers", default="flash,cudnn,flex")

@@ -132,8 +132,9 @@ _PORTABLE_LIMITS = {
     "dtypes": (torch.float16, torch.bfloat16, torch.float32),
     "max_head_dim": 256,
 }
+_PORTABLE = "FlashAttention-2 in Triton, any GPU that Triton supports"
 _FUSED = "torch's fused CPU operator, as it is"
-_TILED = "one pass over tiles, in torch: every feature"
+_TILED = "fused rectangles or one pass over tiles, in torch: every feature"
 
 KERNELS: tuple[Kernel, ...] = (
     _cpu_record("cpu_fused", Op.FORWARD, "launch_fused", _FUSED, **_FUSED_LIMITS),
@@ -164,7 +165,17 @@ KERNELS: tuple[Kernel, ...] = (
         entry="launch",
         layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
         features=ALL_FEATURES - {"kv_scales"},
-        summary="FlashAttention-2 in Triton, any GPU that Triton supports",
+        summary=_PORTABLE,
+        **_PORTABLE_LIMITS,
+    ),
+    Kernel(
+        name="portable",
+        op=Op.BACKWARD,
+        module="onchip.kernels.portable.backward",
+        entry="launch",
+        layouts=frozenset({_DENSE, _PACKED}),
+        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+        summary=_PORTABLE,
         **_PORTABLE_LIMITS,
     ),
     Kernel(

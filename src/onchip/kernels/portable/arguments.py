@@ -112,7 +112,7 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         alibi_dim=problem.alibi,
         page_size=problem.page_size,
         vector=16 // tensors.q.element_size() if _is_aligned(tensors) else 1,
-        precision=_precision(problem),
+        precision=precision_of(problem),
         is_float32=problem.dtype == torch.float32,
         described=described,
         has_foreign=described and (packed or problem.seqused_k or problem.leftpad),
@@ -122,20 +122,20 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
     return replace(spec, careful=replace(spec, block_n=16, described=False, has_foreign=False))
 
 
-def _precision(problem: Problem) -> str:
+def precision_of(problem: Problem) -> str:
     """How float32 products are made: as torch makes its own, tf32 on NVIDIA only."""
     if problem.dtype != torch.float32 or not problem.arch.startswith("sm_"):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
+def strides_of(x: Tensor, packed: bool) -> tuple[int, int, int]:
     """Strides of sequence (or page), row and head in elements; 0 where a size is 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return (0, *strides[:2]) if packed else tuple(strides[:3])
 
 
-def _is_packed(x: Tensor) -> bool:
+def is_packed(x: Tensor) -> bool:
     return x.dim() == 3
 
 
@@ -143,7 +143,7 @@ def _is_aligned(tensors: Tensors) -> bool:
     """Whether every row of q, k and v begins at a multiple of 16 bytes."""
     for x in (tensors.q, tensors.k, tensors.v):
         unit = 16 // x.element_size()
-        if x.data_ptr() % 16 or any(stride % unit for stride in _strides(x, _is_packed(x))):
+        if x.data_ptr() % 16 or any(stride % unit for stride in strides_of(x, is_packed(x))):
             return False
     return True
 
@@ -162,15 +162,15 @@ def sources_of(config: Config, spec: Spec, tensors: Tensors) -> tuple:
     if not spec.described:
         return tensors.q, tensors.k, tensors.v
     return (
-        _describe(tensors.q, config.block_m, spec.width),
-        _describe(tensors.k, config.block_n, spec.width),
-        _describe(tensors.v, config.block_n, spec.width_v),
+        describe(tensors.q, config.block_m, spec.width),
+        describe(tensors.k, config.block_n, spec.width),
+        describe(tensors.v, config.block_n, spec.width_v),
     )
 
 
-def _describe(x: Tensor, block: int, width: int) -> TensorDescriptor:
+def describe(x: Tensor, block: int, width: int) -> TensorDescriptor:
     """(B, H, S, D), B = 1 when packed, read in tiles of one head's rows."""
-    x = (x.unsqueeze(0) if _is_packed(x) else x).transpose(1, 2)
+    x = (x.unsqueeze(0) if is_packed(x) else x).transpose(1, 2)
     unit = 16 // x.element_size()
     # A dimension of size 1 may have any stride, which TMA would refuse.
     strides = [unit if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
@@ -182,7 +182,7 @@ def numbers_of(config: Config, spec: Spec, problem: Problem, tensors: Tensors) -
     strides = [
         stride // spec.vector
         for x in (tensors.q, tensors.k, tensors.v)
-        for stride in _strides(x, _is_packed(x))
+        for stride in strides_of(x, is_packed(x))
     ]
     table = tensors.block_table
     scale, softcap = problem.scale, problem.softcap

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.kernels.portable.arguments import _describe, _is_packed, _precision, _strides
+from onchip.kernels.portable.arguments import describe, is_packed, precision_of, strides_of
 from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
 from onchip.problem import Layout, Problem, Tensors
@@ -99,7 +99,7 @@ def spec_of(
         has_softcap=problem.softcap > 0,
         alibi_dim=problem.alibi,
         vector=16 // tensors.q.element_size() if aligned else 1,
-        precision=_precision(problem),
+        precision=precision_of(problem),
         is_float32=problem.dtype == torch.float32,
         described=described,
         packed=packed,
@@ -139,7 +139,7 @@ def pre_spec_of(problem: Problem, dout: Tensor) -> Spec:
 
 def row_strides(x: Tensor) -> tuple[list[int], int]:
     """Strides of sequence, row and head in units of 16 bytes where they are that, and the unit."""
-    strides = _strides(x, _is_packed(x))
+    strides = strides_of(x, is_packed(x))
     unit = 16 // x.element_size()
     if x.data_ptr() % 16 or any(stride % unit for stride in strides):
         unit = 1
@@ -156,10 +156,10 @@ def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
     if not spec.described:
         return tensors.q, tensors.k, tensors.v, dout
     return (
-        _describe(tensors.q, spec.block_m, spec.width),
-        _describe(tensors.k, spec.block_n, spec.width),
-        _describe(tensors.v, spec.block_n, spec.width_v),
-        _describe(dout, spec.block_m, spec.width_v),
+        describe(tensors.q, spec.block_m, spec.width),
+        describe(tensors.k, spec.block_n, spec.width),
+        describe(tensors.v, spec.block_n, spec.width_v),
+        describe(dout, spec.block_m, spec.width_v),
     )
 
 
@@ -183,7 +183,7 @@ def sum_of(spec: Spec, dq_sum: Tensor | None) -> TensorDescriptor | Tensor | Non
     """The float32 dQ, in q's shape, as the kernel adds to it."""
     if dq_sum is None or spec.reduction != "tma":
         return dq_sum
-    return _describe(dq_sum, spec.block_m, spec.width)
+    return describe(dq_sum, spec.block_m, spec.width)
 
 
 def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, group: int) -> tuple:
@@ -195,7 +195,7 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
     strides = [
         stride // spec.vector
         for x in (tensors.q, tensors.k, tensors.v, dout)
-        for stride in _strides(x, _is_packed(x))
+        for stride in strides_of(x, is_packed(x))
     ]
     scale, softcap = problem.scale, problem.softcap
     left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))

@@ -1,0 +1,196 @@
+"""Speed of the GPU kernels beside torch's own attention, in one process, in turns.
+
+Usage: python -m onchip.bench.attention [--json PATH] [--rounds 7] [--peers flash,cudnn,flex]
+
+16k tokens in all, H * D = 2048, bf16, D 64, 128 and 256, N 1k, 4k and 16k, causal and not.
+TFLOP/s count 4 B H N^2 D for the forward and 10 B H N^2 D for the backward, half of it when
+causal. Figures are medians over rounds; a peer that fails in a cell is left out of it.
+
+Legend: B batch, N sequence length, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from onchip import reference
+from onchip.api import attention
+
+TOKENS, WIDTH = 16384, 2048
+DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+DEFAULT_PATH = Path("benchmarks/results/h200/portable.json")
+
+Call = Callable[..., torch.Tensor]  # (q, k, v, causal) -> out, all (B, N, H, D)
+
+
+def onchip_call(q, k, v, causal: bool) -> torch.Tensor:
+    """(B, N, H, D) in and out."""
+    return attention(q, k, v, causal=causal)  # type: ignore[return-value]
+
+
+def _eager_call(q, k, v, causal: bool) -> torch.Tensor:
+    return reference.eager(q, k, v, causal=causal)[0]
+
+
+def sdpa_call(backend_name: str, q, k, v, causal: bool) -> torch.Tensor:
+    """torch's scaled_dot_product_attention through one backend."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(backends=[getattr(SDPBackend, backend_name)]):
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*inputs, is_causal=causal).transpose(1, 2)
+
+
+def _sees(b, h, i, j):
+    return i >= j
+
+
+@functools.lru_cache(None)
+def _compiled_flex(length: int, causal: bool):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.recompile_limit = 200
+    mask = None
+    if causal:
+        mask = create_block_mask(_sees, None, None, length, length, device="cuda")
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def flex_call(q, k, v, causal: bool) -> torch.Tensor:
+    """Compiled FlexAttention."""
+    flex = _compiled_flex(q.shape[1], causal)
+    return flex(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+PEERS: dict[str, Call] = {
+    "flash": functools.partial(sdpa_call, "FLASH_ATTENTION"),
+    "cudnn": functools.partial(sdpa_call, "CUDNN_ATTENTION"),
+    "flex": flex_call,
+}
+
+
+def inputs_of(dim: int, length: int) -> list[torch.Tensor]:
+    """Random q, k, v (B, N, H, D) that require a gradient."""
+    shape = (TOKENS // length, length, WIDTH // dim, dim)
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+
+
+def check(dim: int, causal: bool) -> None:
+    """Holds onchip against the oracle on a small ragged problem.
+
+    Raises:
+        AssertionError: if an output or gradient is off by more than twice eager's own error.
+    """
+    q, k, v = (torch.randn(2, 333, 2, dim, device="cuda").bfloat16() for _ in range(3))
+    dout = torch.randn_like(q)
+    oracle = reference.attention_backward(q, k, v, dout, causal=causal)
+    grads = []
+    both: tuple[Call, Call] = (onchip_call, _eager_call)
+    for call in both:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        grads.append(torch.autograd.grad(call(*leaves, causal), leaves, dout))
+    for name, ours, eager in zip(("dq", "dk", "dv"), *grads, strict=True):
+        want = getattr(oracle, name)
+        error, allowed = ((x.double() - want).abs().max().item() for x in (ours, eager))
+        assert error <= 2 * allowed + 0.03 * want.abs().max().item(), (dim, causal, name, error)
+
+
+def _time_ms(run: Callable[[], object], repeats: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def _runs(calls: dict[str, Call], inputs, causal: bool, part: str) -> dict[str, Callable]:
+    """What to time for each call; calls that fail are left out."""
+    runs: dict[str, Callable] = {}
+    for name, call in calls.items():
+        try:
+            if part == "forward":
+                leaves = [x.detach() for x in inputs]
+                runs[name] = functools.partial(call, *leaves, causal)
+            else:
+                out = call(*inputs, causal)
+                dout = torch.randn_like(out)
+                runs[name] = functools.partial(
+                    torch.autograd.grad, out, inputs, dout, retain_graph=True
+                )
+            runs[name]()
+        except Exception as error:
+            runs.pop(name, None)
+            print(f"{name} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
+    return runs
+
+
+def measure(calls: dict[str, Call], dim: int, length: int, causal: bool, part: str, rounds: int):
+    """Median TFLOP/s of each call in one cell, measured in turns."""
+    inputs = inputs_of(dim, length)
+    runs = _runs(calls, inputs, causal, part)
+    flops = (4 if part == "forward" else 10) * TOKENS * length * WIDTH / (2 if causal else 1)
+    repeats = {n: max(1, round(3 / max(_time_ms(r, 1), 1e-3))) for n, r in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(_time_ms(run, repeats[name]))
+    return {n: flops / statistics.median(t) / 1e9 for n, t in times.items()}
+
+
+def _device_report() -> dict:
+    query = "name,clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "nvidia_smi": dict(zip(query.split(","), found.stdout.strip().split(", "), strict=False)),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "dtype": "bfloat16",
+        "unit": "TFLOP/s",
+    }
+
+
+def main() -> None:
+    """Checks, measures every cell, prints a table, writes JSON after each cell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, default=DEFAULT_PATH)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peers", default="flash,cudnn,flex")
+    args = parser.parse_args()
+    for dim in DIMS:
+        for causal in (False, True):
+            check(dim, causal)
+    calls = {"onchip": onchip_call, **{n: PEERS[n] for n in args.peers.split(",") if n}}
+    report = {**_device_report(), "cells": []}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    cells = [(d, n, c) for n in reversed(LENGTHS) for d in DIMS for c in (False, True)]
+    for part in ("forward", "backward"):
+        for dim, length, causal in cells:
+            speed = measure(calls, dim, length, causal, part, args.rounds)
+            cell = {"part": part, "dim": dim, "length": length, "causal": causal}
+            report["cells"].append({**cell, "tflops": speed})
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            words = " ".join(f"{name} {value:4.0f}" for name, value in speed.items())
+            print(f"{part:8} d{dim:<3} n{length:<5} {'causal' if causal else 'full':6} {words}")
+
+
+if __name__ == "__main__":
+    main()
