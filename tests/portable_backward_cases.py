@@ -108,7 +108,9 @@ def check_gradients(call: Call, saved: Saved, gradients) -> None:
             total_sinks, eager_sinks = total_sinks + oracle.dsinks, eager_sinks + eager[3]
     assert (dsinks is None) == (tensors.sinks is None)
     if dsinks is not None:
-        assert_close_to_oracle(dsinks, total_sinks, eager_sinks, "dsinks")
+        # D is made of the stored output, so its rounding is that of q's dtype.
+        ulps = 4 * torch.finfo(case.dtype).eps / torch.finfo(dsinks.dtype).eps
+        assert_close_to_oracle(dsinks, total_sinks, eager_sinks, "dsinks", ulps)
 
 
 def _key_spans(call: Call) -> list[slice]:

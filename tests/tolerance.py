@@ -13,7 +13,7 @@ from onchip import reference
 NAMES = ("dq", "dk", "dv", "dsinks")
 
 
-def assert_close_to_oracle(actual, oracle, eager, name: str, ulps: int = 4) -> None:
+def assert_close_to_oracle(actual, oracle, eager, name: str, ulps: float = 4) -> None:
     """Holds max|x - oracle| <= 2 max|eager - oracle| + a few ulps of the output's scale.
 
     NaN and Inf must lie exactly where the oracle's lie.
@@ -77,7 +77,9 @@ def check_gradients(call, q, k, v, seed: int = 0, **features) -> None:
     dtypes = [x.dtype for x in (q, k, v, features.get("sinks")) if x is not None]
     for name, x, plain, dtype in zip(NAMES, actual, eager, dtypes):  # noqa: B905 (sinks last)
         assert x.dtype == dtype, f"{name}: {x.dtype}"
-        assert_close_to_oracle(x, getattr(oracle, name), plain, name)
+        # dsinks is float32 but made of D, so of the output that was stored in q's dtype.
+        ulps = 4 * torch.finfo(q.dtype).eps / torch.finfo(x.dtype).eps
+        assert_close_to_oracle(x, getattr(oracle, name), plain, name, max(4, ulps))
 
 
 def _autograd(call, qkv, dout, dlse, features):

@@ -11,6 +11,7 @@ D / D_v head dimensions, P pages, N page size.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ from onchip.problem import Tensors, needs_copy
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CACHE_FLOATS = (*FLOATS, torch.float8_e4m3fn)
+_LARGEST = sys.float_info.max
 _RANKS = {3: "(T, H, D)", 4: "(B, S, H, D)"}
 
 
@@ -158,7 +160,8 @@ def real(name: str, value: Any, least: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fix = "Pass float(...)."
         reject(name, f"{type(value).__name__} {value!r}", "a number", fix, TypeError)
-    if not math.isfinite(value) or value < least:
+    # Comparisons, not math.isfinite: torch.compile may trace symbolic numbers through here.
+    if not max(least, -_LARGEST) <= value <= _LARGEST:
         bound = "" if least == -math.inf else f" >= {least:g}"
         reject(name, value, f"a finite number{bound}", "Leave it out for the default.")
 

@@ -47,6 +47,10 @@ CASES = {
     "pages_leftpad": Case((200, 200), (400, 230), page=16, first=(190, 3), causal=True),
     "strided": Case((400, 400), (430, 430), strided=True, causal=True),
     "strided_packed": Case((200, 900), (330, 911), strided=True, packed=True),
+    "strided_pages_diagonal": Case(
+        (127, 24, 160, 127), (543, 189, 57, 49), heads=3, kv_heads=3, page=40, packed=True,
+        causal=True, window=(0, 5), softcap=5.0, alibi=1, strided=True,
+    ),
     "strided_pages": Case((200, 90), (330, 110), page=32, strided=True, packed=True),
 }
 DIMS = [(64, 64), (128, 128), (256, 256), (1, 3), (40, 72), (96, 96), (192, 128)]

@@ -121,7 +121,8 @@ def attn_bwd_pre_portable(
     d = tl.sum(product * gradient.to(tl.float32), 1)
     if dlse is not None:
         d -= tl.load(dlse + at + rows, inside, 0.0)
-    row_lse = tl.load(lse + at + rows, inside, float("-inf")) * LOG2E
+    unit = 1.0 if SPEC.is_float32 else LOG2E
+    row_lse = tl.load(lse + at + rows, inside, float("-inf")) * unit
     empty = row_lse == float("-inf")
     # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
     d = tl.where(empty, 0.0, d)
@@ -130,8 +131,8 @@ def attn_bwd_pre_portable(
     tl.store(lse_base2 + to + rows, tl.where(empty, float("inf"), row_lse))
     tl.store(delta + to + rows, d)
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        mass = tl.where(empty, 0.0, tl.exp2(sink - row_lse) * d)
+        sink = tl.load(sinks + head).to(tl.float32) * unit
+        mass = tl.where(empty, 0.0, tl.exp2((sink - row_lse) * (LOG2E / unit)) * d)
         tl.store(dsinks + (block * num_sequences + batch) * num_heads + head, -tl.sum(mass, 0))
 
 

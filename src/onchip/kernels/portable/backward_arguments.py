@@ -198,6 +198,7 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
         for stride in strides_of(x, is_packed(x))
     ]
     scale, softcap = problem.scale, problem.softcap
+    unit = 1.0 if problem.dtype == torch.float32 else _LOG2E  # logits' base, e or 2
     left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
     return (
         *strides,
@@ -210,8 +211,8 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
         group,
         left,
         right,
-        scale / softcap if softcap > 0 else scale * _LOG2E,
-        softcap * _LOG2E,
+        scale / softcap if softcap > 0 else scale * unit,
+        softcap * unit,
         scale,
     )
 

@@ -154,7 +154,7 @@ def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
 
 @triton.jit
 def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
-    """Base 2 logits from Q K^T, before the mask, and the softcap's derivative (else 1).
+    """Logits (base 2, natural for float32) from Q K^T, before the mask, and the softcap's derivative (else 1).
 
     `rows` and `columns` broadcast to the tile, whichever way it lies.
     """
@@ -170,9 +170,13 @@ def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexp
 
 
 @triton.jit
-def _weights(scores, lse, seen, MASKED: tl.constexpr):
+def _weights(scores, lse, seen, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """P, 0 where hidden."""
-    weights = tl.exp2(scores - lse)
+    exponent = scores - lse
+    if SPEC.is_float32:
+        # Natural until here: scaling the small difference rounds less than scaling both sides.
+        exponent *= LOG2E
+    weights = tl.exp2(exponent)
     if MASKED:
         weights = tl.where(seen, weights, 0.0)
     return weights
@@ -238,7 +242,7 @@ def _walk_queries(
         products = tl.dot(k, tl.trans(q), input_precision=SPEC.precision)
         scores, slope = _scores(products, rows, columns, terms, band, SPEC)
         seen = _seen(rows, columns, band, MASKED, SPEC)
-        weights = _weights(scores, lse[None, :], seen, MASKED)
+        weights = _weights(scores, lse[None, :], seen, MASKED, SPEC)
         dout = load_tile(
             queries.dout, m, queries.num_rows, BM, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
         )
@@ -312,7 +316,7 @@ def _walk_keys(
         products_v = tl.dot(dout, tl.trans(v), input_precision=SPEC.precision)
         scores, slope = _scores(products, rows, columns, terms, band, SPEC)
         seen = _seen(rows, columns, band, MASKED, SPEC)
-        weights = _weights(scores, lse, seen, MASKED)
+        weights = _weights(scores, lse, seen, MASKED, SPEC)
         ds = _score_gradient(weights, products_v, delta, slope, seen, MASKED, SPEC)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
     return dq
@@ -366,8 +370,9 @@ def store_rows(pointer, value, start, num_rows, stride_row, SPEC: tl.constexpr, 
 
 @triton.jit
 def head_slope(alibi_slopes, batch, head, num_heads, SPEC: tl.constexpr):
-    """A head's ALiBi slope for logits of base 2; 0 without ALiBi."""
+    """A head's ALiBi slope in the logits' base; 0 without ALiBi."""
     if SPEC.alibi_dim > 0:
-        return LOG2E * masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
+        unit = 1.0 if SPEC.is_float32 else LOG2E
+        return unit * masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
     else:
         return 0.0
