@@ -393,6 +393,21 @@ def test_any_dense_shape(
         torch.testing.assert_close(got, getattr(wanted, name), rtol=0, atol=1e-11, msg=name)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    seqlen_q=st.integers(1, 1200),
+    seqlen_k=st.integers(1, 1200),
+    batch=st.integers(1, 2),
+    kv_heads=st.sampled_from([1, 2]),
+    window=st.tuples(st.sampled_from([0, 5, 100, 256]), st.sampled_from([-1, 0, 7, 130])),
+    causal=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_window_of_long_sequences(seqlen_q, seqlen_k, batch, kv_heads, window, causal, dtype):
+    qkv = problems.qkv(batch, seqlen_q, seqlen_k, 2, kv_heads, 16, dtype=dtype)
+    check_forward(onchip.attention, *qkv, window=window, causal=causal)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=4),

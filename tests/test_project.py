@@ -93,8 +93,10 @@ def test_readme_usage_runs():
     assert "kernel " in result.stdout
 
 
-def test_readme_tables_are_current():
-    assert readme_tables.renewed(README) == README, "run: python tools/readme_tables.py"
+@pytest.mark.parametrize("page", readme_tables.PAGES)
+def test_tables_are_current(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert readme_tables.renewed(page) == text, "run: python tools/readme_tables.py"
 
 
 def test_readme_links_exist():
@@ -118,9 +120,9 @@ def test_readme_table_of_results(tmp_path):
 def test_readme_table_goes_between_its_marks():
     text = "a\n<!-- begin cpu -->\nold\n<!-- end cpu -->\nz"
     renewed = "a\n<!-- begin cpu -->\nnew\n<!-- end cpu -->\nz"
-    assert readme_tables.replaced(text, "cpu", "new") == renewed
+    assert readme_tables.replaced(text, "page", "cpu", "new") == renewed
     with pytest.raises(ValueError, match="begin other"):
-        readme_tables.replaced(text, "other", "new")
+        readme_tables.replaced(text, "page", "other", "new")
 
 
 def test_size_report_knows_the_limits(tmp_path):

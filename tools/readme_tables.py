@@ -1,4 +1,4 @@
-"""Renews the tables in README.md from the capability records and benchmarks/results.
+"""Renews the tables of the documents from the capability records and benchmarks/results.
 
 Usage: python tools/readme_tables.py
 
@@ -63,7 +63,26 @@ def _case_row(case: dict) -> list[str]:
     return [case["name"], case["dtype"], case["part"], time_ms, f"{case['ratio']:.2f}x"]
 
 
-def replaced(text: str, name: str, body: str) -> str:
+def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
+    """Speed of the GPU kernels, from what `python -m onchip.bench.attention` wrote.
+
+    Args:
+        path: JSON with `device`, `torch`, `triton`, `date` and `cells`; each cell has `part`,
+            `dim`, `length`, `causal` and `tflops` by name.
+    """
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, torch {torch}, triton {triton}, {date}, bfloat16, TFLOP/s".format(**report)
+    names = ["onchip", "flash", "flex", "cudnn"]
+    heads = ["onchip", "torch FlashAttention-2", "compiled FlexAttention", "cuDNN"]
+    rows = []
+    for cell in report["cells"]:
+        mask = "causal" if cell["causal"] else "full"
+        speeds = [f"{cell['tflops'][n]:.0f}" if n in cell["tflops"] else "" for n in names]
+        rows.append([cell["part"], str(cell["dim"]), str(cell["length"]), mask, *speeds])
+    return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
+
+
+def replaced(text: str, page: str, name: str, body: str) -> str:
     """The text with what lies between a table's two marks replaced.
 
     Raises:
@@ -71,16 +90,27 @@ def replaced(text: str, name: str, body: str) -> str:
     """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     if begin not in text or end not in text:
-        raise ValueError(f"README.md: no {begin} ... {end}; add both where the table belongs")
+        raise ValueError(f"{page}: no {begin} ... {end}; add both where the table belongs")
     before, _, rest = text.partition(begin)
     return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
-def renewed(text: str) -> str:
-    """README's text with every table made anew."""
-    return replaced(replaced(text, "kernels", kernels()), "cpu", cpu())
+PAGES = {"README.md": ("kernels",), "docs/benchmarks.md": ("cpu", "gpu")}
+TABLES = {"kernels": kernels, "cpu": cpu, "gpu": gpu}
+
+
+def renewed(page: str) -> str:
+    """A page's text with every table made anew.
+
+    Args:
+        page: one of `PAGES`.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in PAGES[page]:
+        text = replaced(text, page, name, TABLES[name]())
+    return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(renewed(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        (ROOT / page).write_text(renewed(page), encoding="utf-8")

@@ -154,7 +154,7 @@ def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
 
 @triton.jit
 def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
-    """Logits (base 2, natural for float32) from Q K^T, before the mask, and the softcap's derivative (else 1).
+    """Logits before the mask (natural for float32, else base 2), and the softcap's derivative.
 
     `rows` and `columns` broadcast to the tile, whichever way it lies.
     """
