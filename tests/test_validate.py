@@ -164,7 +164,7 @@ BAD_CACHE = [
     ("k_scale", TypeError, {"k_scale": 0.5}),
     ("k_scale", ValueError, {"k_scale": torch.ones(3)}),
     ("kernel", ValueError, {"kernel": "hoper"}),
-    ("q, k, v, sinks", ValueError, {"q": torch.zeros(2, 1, 4, 8, requires_grad=True)}),
+    ("q", ValueError, {"q": torch.zeros(2, 1, 4, 8, requires_grad=True)}),
 ]
 
 

@@ -192,9 +192,9 @@ def attention_with_kvcache(
         v: (B, S_new, H_kv, D_v), given with k.
         slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, -1 not
             stored) instead of where block_table and cache_seqlens say.
-        rotary_cos: (S_max, rotary_dim / 2); rotates q and k by their positions in the cache
-            before use. Only with k. Without causal and window all queries stand at position
-            cache_seqlens.
+        rotary_cos: (S_max, rotary_dim / 2); rotates k, and q as the last of the new tokens, by
+            their positions in the cache before use. Only with k, and S_q <= S_new. Without
+            causal and window all queries stand at position cache_seqlens.
         rotary_sin: as rotary_cos.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of halves.
         cache_batch_idx: (B,) int32, row of a dense cache for each sequence.
@@ -304,7 +304,9 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     weights = mass / total.where(~empty, 1.0)
     lse = (total.where(~empty, 1.0).log() + top).where(~empty, -torch.inf)
     weights = weights.transpose(-1, -2).unsqueeze(-1)  # (parts, ..., S_q, H, 1)
-    out = (torch.stack([o.to(dtype) for o in outs]) * weights).sum(0)
+    # A part without mass counts for nothing, whatever its output holds.
+    parts_out = torch.stack([o.to(dtype) for o in outs]).where(weights != 0, 0.0)
+    out = (parts_out * weights).sum(0)
     return out.to(outs[0].dtype), lse.to(lses[0].dtype)
 
 

@@ -23,6 +23,9 @@ class NoKernelError(NotImplementedError):
         self.forced = forced
         super().__init__(_no_kernel_message(problem, rejected, forced))
 
+    def __reduce__(self):
+        return type(self), (self.problem, self.rejected, self.forced)
+
 
 def _no_kernel_message(problem: Problem, rejected: dict[str, list[str]], forced: str | None) -> str:
     if forced is None:

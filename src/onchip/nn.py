@@ -225,6 +225,8 @@ class Attention(nn.Module):
         """
         queries = self._heads(q)
         self._check(queries, k, v, ctx)
+        if not ctx.is_prefill or ctx.block_table is not None:
+            validate.no_gradient(q=q, k=k, v=v, sinks=sinks)  # the cache keeps no graph
         # Everything that can fail comes before the store, everything that computes after it.
         prepared = self._prefill if ctx.is_prefill else self._decode
         call = prepared(queries, k, v, ctx, sinks)

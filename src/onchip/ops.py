@@ -2,7 +2,7 @@
 
 The operators take flat positional arguments, so that torch.compile, export and the profiler see
 one opaque node each. Autograd stands outside them, in a Function that is skipped when nothing
-needs a gradient. Autograd transforms of torch.func are not supported; torch says so.
+needs a gradient. Gradient transforms of torch.func and forward-mode derivatives are refused.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, P pages, N page size.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
@@ -142,7 +143,7 @@ def _readable(tensors: Tensors) -> Tensors:
 
 def _without_autocast(device: str):
     """Kernels compute in their own precision: autocast must not reach into them."""
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
@@ -195,7 +196,7 @@ def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
     else:
         heads = 0 if dlse.dim() == 2 else 1
         rest = [d for d in range(dlse.dim()) if d != heads]
-        dsinks = dlse.sum(rest).to(sinks.dtype)
+        dsinks = dlse.sum(rest).to(sinks.dtype).where(sinks > -torch.inf, 0.0)
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsinks
 
 
@@ -291,8 +292,14 @@ def attention(tensors: Tensors, params: Params) -> tuple[Tensor, Tensor]:
 
     Raises:
         NoKernelError: if no kernel takes the forward, or the backward that will be needed.
+        NotImplementedError: under forward-mode differentiation.
     """
     t = tensors
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        # The operators have no forward derivatives: without this, tangents would be 0.
+        raise NotImplementedError(
+            "onchip has no forward-mode derivatives (jvp, jacfwd, hessian): use backward()"
+        )
     if not needs_grad(t):
         return forward_op(
             t.q,

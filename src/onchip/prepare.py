@@ -101,12 +101,17 @@ def _meta(x):
     return x
 
 
+def _type(x):
+    """A number's type; of a pair, both: 1, 1.0 and True are equal, but not alike."""
+    return tuple(map(type, x)) if isinstance(x, tuple) else type(x)
+
+
 def _check_once(check: Callable[[], None], tensors: tuple, numbers: tuple) -> None:
     """Runs `check` unless arguments alike have passed it before."""
     if torch.compiler.is_compiling():
         return check()
     try:
-        key = (*map(_meta, tensors), *numbers, *map(type, numbers))
+        key = (*map(_meta, tensors), *numbers, *map(_type, numbers))
         if key in _checked:
             return
     except TypeError:  # an unhashable argument: let the check name it
@@ -128,7 +133,9 @@ def _casts(x) -> bool:
 
 
 def _autocasting(q) -> bool:
-    return isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    if not isinstance(q, Tensor) or q.is_meta:
+        return False
+    return torch.is_autocast_enabled(q.device.type)
 
 
 def dense(t: Tensors, options: Options) -> Call:
@@ -172,7 +179,7 @@ def varlen(t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -
     numbers = (max_seqlen_q, max_seqlen_k, *options)
     _check_once(check, (*data, t.alibi_slopes, t.sinks), numbers)
     params = options.params(t.q.shape[-1], max_seqlen_q, max_seqlen_k)
-    if values.visible(t.q.device):
+    if values.visible(t.q):
         values.varlen_values(t, params)
     return Call(t, params)
 
@@ -193,9 +200,10 @@ def kvcache(c: CacheArguments, interleaved: bool, options: Options) -> tuple[Cal
 
     _check_once(check, c.all(), (interleaved, *options))
     validate.written_in_place(c.k_cache, c.v_cache)
+    validate.no_gradient(**{name: getattr(c, name) for name in CacheArguments.__slots__})
     table = _as_block_table(c)
     num_new = 0 if c.k is None else c.k.shape[1]
-    if values.visible(c.q.device):
+    if values.visible(c.q):
         values.cache_values(c, table, num_new)
     seqlens = c.cache_seqlens + num_new if num_new else c.cache_seqlens
     q, append = c.q, None
@@ -255,7 +263,9 @@ def _rotate_and_place(
             # Without an order among the new queries all of them stand at the first position.
             rows = start.expand(-1, q.shape[1])
         else:
-            rows = start + torch.arange(q.shape[1], device=q.device)
+            # The queries are the last of the new tokens.
+            first = num_new - q.shape[1]
+            rows = start + torch.arange(first, num_new, device=q.device)
         q = apply_rotary(q, *rotary, rows, interleaved)
     return q, Append(k.flatten(0, 1), c.v.flatten(0, 1), slots)
 
@@ -269,5 +279,6 @@ def store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
     arguments = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     _check_once(lambda: validate.store_arguments(*arguments), arguments, ())
     validate.written_in_place(k_cache, v_cache)
-    if values.visible(k.device):
+    validate.no_gradient(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    if values.visible(k):
         values.slots_within(slot_mapping, k_cache.shape[0] * k_cache.shape[1])

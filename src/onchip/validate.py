@@ -23,6 +23,7 @@ from onchip.problem import Tensors, needs_copy
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CACHE_FLOATS = (*FLOATS, torch.float8_e4m3fn)
 _LARGEST = sys.float_info.max
+_LEAST_SOFTCAP = 1e-30  # its inverse is still a float32
 _RANKS = {3: "(T, H, D)", 4: "(B, S, H, D)"}
 
 
@@ -46,6 +47,8 @@ def tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         fix = "Pass a tensor, e.g. torch.as_tensor(...)."
         reject(name, type(x).__name__, "a torch.Tensor", fix, TypeError)
+    if x.layout != torch.strided:
+        reject(name, f"layout {x.layout}", "torch.strided", "Use .to_dense().", TypeError)
 
 
 def same_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -151,8 +154,8 @@ def count(name: str, value: Any, least: int) -> None:
     """Requires an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         reject(name, f"{type(value).__name__} {value!r}", "an int", "Pass int(...).", TypeError)
-    if value < least:
-        reject(name, value, f"an int >= {least}", "Pass a larger one.")
+    if not least <= value < 2**63:
+        reject(name, value, f"an int from {least} to 2**63 - 1", "Pass one of these.")
 
 
 def real(name: str, value: Any, least: float = -math.inf) -> None:
@@ -175,9 +178,9 @@ def window(value: Any) -> None:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
             fix = "Use -1, not None, for an unbounded side."
             reject("window", repr(value), "a pair of ints", fix, TypeError)
-        if side < -1:
+        if not -1 <= side < 2**63:
             fix = "Use -1 for an unbounded side."
-            reject("window", repr(tuple(value)), "each side >= -1", fix)
+            reject("window", repr(tuple(value)), "each side >= -1 and < 2**63", fix)
 
 
 def features(q: Tensor, batch: int, options, alibi_slopes: Any, sinks: Any) -> None:
@@ -194,11 +197,15 @@ def features(q: Tensor, batch: int, options, alibi_slopes: Any, sinks: Any) -> N
     if options.scale is not None:
         real("scale", options.scale)
     real("softcap", options.softcap, 0.0)
+    if 0 < options.softcap < _LEAST_SOFTCAP:
+        fix = "Such a cap leaves no scores; 0 means none."
+        reject("softcap", options.softcap, f"0, or at least {_LEAST_SOFTCAP:g}", fix)
     flag("return_lse", options.return_lse)
     flag("deterministic", options.deterministic)
     if options.num_splits is not None:
         count("num_splits", options.num_splits, 1)
-    if options.kernel is not None and options.kernel not in dispatch.kernel_names():
+    kernel = options.kernel
+    if kernel is not None and not (isinstance(kernel, str) and kernel in dispatch.kernel_names()):
         allowed = ", ".join(dispatch.kernel_names())
         reject("kernel", repr(options.kernel), allowed, "Leave it None to let onchip choose.")
     if alibi_slopes is not None:
@@ -247,6 +254,8 @@ def scale_tensor(name: str, x: Any, q: Tensor, kv_heads: int) -> None:
 def varlen_shapes(t: Tensors) -> None:
     """Requires the tensors of a packed call to fit each other."""
     paged = t.block_table is not None
+    if paged:
+        tensor("block_table", t.block_table)
     queries_and_keys(t.q, t.k, t.v, 3, 4 if paged else 3, cache=paged)
     index_tensor("cu_seqlens_q", t.cu_seqlens_q, t.q, (-1,), "(B + 1,)")
     assert t.cu_seqlens_q is not None
@@ -278,10 +287,6 @@ def cache_shapes(c) -> None:
     queries_and_keys(c.q, c.k_cache, c.v_cache, 4, 4, ("k_cache", "v_cache"), cache=True)
     _page_size("k_cache", c.k_cache)
     batch, kv_heads = c.q.shape[0], c.k_cache.shape[2]
-    for x in (c.q, c.k, c.v, c.sinks):
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            fix = "Call it under torch.no_grad(), or use attention_varlen to train."
-            reject("q, k, v, sinks", "a tensor that requires a gradient", "none that does", fix)
     index_tensor("cache_seqlens", c.cache_seqlens, c.q, (batch,), "(B,)")
     if c.block_table is not None:
         index_tensor("block_table", c.block_table, c.q, (batch, -1), "(B, max_pages)")
@@ -300,12 +305,27 @@ def cache_shapes(c) -> None:
     _new_tokens(c, batch)
 
 
+def no_gradient(**tensors: Tensor | None) -> None:
+    """Requires that no gradient is asked of a call over a cache."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            fix = "Call it under torch.no_grad(); attention_varlen over packed keys trains."
+            reject(name, "a tensor that requires a gradient", "one that does not", fix)
+
+
 def written_in_place(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Requires caches whose last dimension is contiguous: they can't be copied."""
+    """Requires caches that can be written and whose last dimension is contiguous."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if needs_copy(cache):
             fix = "A cache is read and written in place: keep its last dimension contiguous."
             reject(name, f"last stride {cache.stride(-1)}", "1", fix)
+        if torch.compiler.is_compiling():  # it can't trace the question
+            continue
+        if cache.is_inference() and not torch.is_inference_mode_enabled():
+            fix = "Call it under torch.inference_mode(), or make the cache outside of it."
+            reject(name, "an inference tensor", "one that may be written here", fix)
 
 
 def _new_tokens(c, batch: int) -> None:
@@ -342,6 +362,9 @@ def _rotary(c) -> None:
         reject("rotary_cos, rotary_sin", "one without the other", "both", fix, TypeError)
     if c.rotary_cos is None:
         return
+    if c.q.shape[1] > c.k.shape[1]:
+        got, allowed = f"S_q = {c.q.shape[1]}", f"at most S_new = {c.k.shape[1]} with rotary_cos"
+        reject("q", got, allowed, "Each rotated query stands at the position of a new key.")
     for name in ("rotary_cos", "rotary_sin"):
         x = getattr(c, name)
         tensor(name, x)
@@ -399,20 +422,28 @@ def _store_dtypes(name: str, new: Tensor, cache: Tensor, k: Tensor, k_cache: Ten
 def states(outs: Any, lses: Any) -> None:
     """Requires parts of `onchip.merge_states` that fit each other."""
     for name, parts in (("outs", outs), ("lses", lses)):
-        if isinstance(parts, Tensor):
+        if isinstance(parts, Tensor) and parts.dim():
             parts = parts.unbind(0)
         if not isinstance(parts, (list, tuple)) or not parts:
             fix = "Pass a list of the parts."
             reject(name, type(parts).__name__, "a list of at least one tensor", fix, TypeError)
         for part in parts:
             tensor(name, part)
+            if part.dtype not in FLOATS or part.dtype != parts[0].dtype:
+                allowed = "one float dtype for every part"
+                reject(name, f"dtype {_name(part.dtype)}", allowed, "Cast it.", TypeError)
             if part.shape != parts[0].shape or part.device != parts[0].device:
                 fix = "All parts cover the same queries."
                 reject(name, _shape(part), f"{tuple(parts[0].shape)} for every part", fix)
     if len(outs) != len(lses):
         reject("lses", f"{len(lses)} parts", f"{len(outs)}, one for each of outs", "Pair them.")
-    *batch, length, heads, _ = (1, *outs[0].shape) if outs[0].dim() == 3 else outs[0].shape
-    wanted = (heads, length) if outs[0].dim() == 3 else (*batch, heads, length)
-    if outs[0].dim() not in (3, 4) or tuple(lses[0].shape) != wanted:
+    if outs[0].dim() not in (3, 4):
+        legend = "(B, S_q, H, D_v) or (T_q, H, D_v)"
+        reject("outs", _shape(outs[0]), legend, "Reshape it.")
+    *batch, length, heads = outs[0].shape[:-1]
+    if tuple(lses[0].shape) != (*batch, heads, length):
         allowed = "(B, H, S_q) for outs (B, S_q, H, D_v), (H, T_q) for (T_q, H, D_v)"
         reject("lses", f"{_shape(lses[0])} for outs {_shape(outs[0])}", allowed, "Reshape it.")
+    if lses[0].device != outs[0].device:
+        allowed = f"outs' device {outs[0].device}"
+        reject("lses", f"device {lses[0].device}", allowed, "Move it.")

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """What a caller asks of one generation.
@@ -42,8 +46,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, finite"),
+            "max_tokens": (_is_int(self.max_tokens) and self.max_tokens >= 1, "an int, 1 or more"),
+            "temperature": (
+                self.temperature == 0 or 1e-6 <= self.temperature < math.inf,
+                "0 (greedy), or 1e-6 or more, finite",
+            ),
             "top_p": (0 < self.top_p <= 1, "over 0, at most 1"),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "None or 0 to 2^63 - 1"),
             "stop": (all(stop), "strings that are not empty"),

@@ -47,6 +47,7 @@ class Kernel:
         head_dim_multiple: D and D_v must be a multiple of it.
         features: optional features it takes, of `Problem.features`.
         quantised_kv: dtypes of k and v that may differ from q's.
+        max_splits: most parts that `num_splits` may ask for.
         reasons: further reasons why a Problem is not for it.
         summary: one line for the support matrix.
     """
@@ -63,6 +64,7 @@ class Kernel:
     summary: str
     head_dim_multiple: int = 1
     quantised_kv: tuple[torch.dtype, ...] = ()
+    max_splits: int = 1
     reasons: Callable[[Problem], list[str]] = _no_further_reasons
 
     def load(self) -> Callable:
@@ -87,6 +89,8 @@ class Kernel:
                 why.append(f"takes {label} up to {self.max_head_dim}, not {size}")
             if size % self.head_dim_multiple:
                 why.append(f"takes {label} in multiples of {self.head_dim_multiple}, not {size}")
+        if problem.num_splits > self.max_splits:
+            why.append(f"splits keys at most {self.max_splits} ways, not {problem.num_splits}")
         missing = problem.features - self.features
         if missing:
             why.append(f"has no {_join(missing)}")
@@ -103,6 +107,8 @@ def _fused_reasons(problem: Problem) -> list[str]:
     """torch's operator is square: its causal mask is aligned to the top left corner."""
     if problem.mask.causal and problem.seqlen_q != problem.seqlen_k:
         return [f"causal needs S_q == S_k, not {problem.seqlen_q} and {problem.seqlen_k}"]
+    if problem.mask.causal and problem.scale <= 0:
+        return [f"causal needs a scale over 0, not {problem.scale:g}"]
     if problem.seqlen_k == 0 or problem.seqlen_q == 0:
         return ["needs at least one query and one key"]
     return []

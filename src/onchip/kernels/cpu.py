@@ -34,6 +34,7 @@ _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 # Query rows of a rectangle under a window; with fewer the operator is slow. 2 threads, bf16,
 # D = 64, window N / 4: 192 / 256 rows take 3.0 / 3.4 ms at N = 1k, 40 / 34 ms at 4k (2026-11-29).
 _WINDOW_ROWS, _WINDOW_ROWS_LONG = 192, 256
+_FEW_KEYS = 64  # see _may_drop_nan
 
 
 def launch_fused(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def launch_fused(problem: Problem, t: Tensors) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
     causal = problem.mask.causal
     out, lse = _forward_op(q, k, v, 0.0, causal, scale=problem.scale)
-    if causal and not _is_finite(out[:, :, -1]):
+    if (causal and not _is_finite(out[:, :, -1])) or _may_drop_nan(q, k):
         # The operator multiplies hidden values by 0, NaN included; the last row sees them all.
         args = cpu_tiled.Features(problem.mask, problem.scale, 0.0, None)
         return cpu_tiled.forward(t.q, t.k, t.v, args)
@@ -192,18 +193,28 @@ def _gather(problem: Problem, t: Tensors, b: int, length: int, pad: int) -> tupl
         used = slice(pad - first * size, length - first * size)
         pair = [x.index_select(0, pages).flatten(0, 1)[None, used] for x in (t.k, t.v)]
     if problem.kv_scales or problem.kv_dtype != problem.dtype:
-        pair = [_dequantise(x, s) for x, s in zip(pair, (t.k_scale, t.v_scale), strict=True)]
+        dtype = cpu_tiled.sum_dtype(problem.dtype)
+        scales = (t.k_scale, t.v_scale)
+        pair = [_dequantise(x, s, dtype) for x, s in zip(pair, scales, strict=True)]
     return pair[0], pair[1]
 
 
-def _dequantise(x: Tensor, scale: Tensor | None) -> Tensor:
-    x = x.float()
-    return x if scale is None else x * scale[:, None]
+def _dequantise(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
+    return x if scale is None else x * scale.to(dtype)[:, None]
 
 
 def _is_finite(x: Tensor) -> bool:
     # A sum is one pass and turns NaN and Inf into themselves; an overflow merely costs a rerun.
     return bool(x.sum(dtype=cpu_tiled.sum_dtype(x.dtype)).isfinite())
+
+
+def _may_drop_nan(q: Tensor, k: Tensor) -> bool:
+    """Whether the operator (keys (B, H, S_k, D)) may take rows whose scores are all NaN for empty.
+
+    It does so where a row has fewer keys than a vector or two: seen up to 16.
+    """
+    return k.shape[2] <= _FEW_KEYS and not (_is_finite(q) and _is_finite(k))
 
 
 def _is_exact(out: Tensor, r: _Rectangle) -> bool:
@@ -243,7 +254,9 @@ def _sink_gradient(
 
 def _takes_fused(problem: Problem) -> bool:
     """Whether the operator computes the scores at all."""
-    return problem.softcap == 0 and not problem.alibi and problem.dtype != torch.float64
+    # The operator scales its causal mask's -inf too: a scale of 0 or less would spoil it.
+    masks = problem.mask.is_full or problem.scale > 0
+    return masks and problem.softcap == 0 and not problem.alibi and problem.dtype != torch.float64
 
 
 def _attend(problem: Problem, p: _Piece) -> tuple[Tensor, Tensor]:
@@ -345,7 +358,7 @@ def _band(num_rows: int, num_keys: int, first: int, left: int, right: int) -> Te
         hidden |= distance > right
     if not bool(hidden.any()):
         return None
-    return torch.zeros(num_rows, num_keys).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
 
 
 def _groups(x: Tensor, num_kv_heads: int) -> list[Tensor]:
@@ -356,7 +369,10 @@ def _groups(x: Tensor, num_kv_heads: int) -> list[Tensor]:
 
 def _padded(x: Tensor, width: int) -> Tensor:
     """Zero columns up to `width`: they change no product (the scale is given explicitly)."""
-    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    if x.shape[-1] == width:
+        return x
+    # pad keeps a channels-last order of strides, which would leave the last one other than 1.
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()
 
 
 def _forward_fused(
@@ -367,6 +383,8 @@ def _forward_fused(
     if seqlen_q == 1 and problem.group > 1 and not problem.mask.is_full:
         keys = problem.mask.key_range(0, 1, 1, seqlen_k)
         k, v = k[:, keys.start : keys.stop], v[:, keys.start : keys.stop]
+    if _may_drop_nan(q, k.transpose(1, 2)):
+        return None
     if seqlen_q == 1 and problem.group > 1:
         return _decode_fused(problem, q, k, v)
     width = max(q.shape[-1], dim_v)
@@ -376,7 +394,7 @@ def _forward_fused(
         out, lse = _call(problem, q, k, v, cut[0])
         return (out[..., :dim_v].transpose(1, 2), lse) if _is_exact(out, cut[0]) else None
     out = q.new_zeros(batch, seqlen_q, num_heads, dim_v)
-    lse = torch.full((batch, num_heads, seqlen_q), -torch.inf)
+    lse = torch.full((batch, num_heads, seqlen_q), -torch.inf, dtype=torch.float32)
     out_groups = _groups(out, num_kv_heads)
     lse_groups = lse.unflatten(1, (num_kv_heads, -1)).unbind(2)
     q_groups = [_padded(x, width) for x in _groups(q, num_kv_heads)]

@@ -35,7 +35,8 @@ def launch(
     pages, offsets = slots // problem.page_size, slots % problem.page_size
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if scale is not None:
-            new = new / scale.to(new.dtype)[:, None]
+            wide = torch.promote_types(new.dtype, torch.float32)  # a small scale is 0 in float16
+            new = new.to(wide) / scale.to(wide)[:, None]
         cache.index_put_((pages, offsets), _saturate(new, cache.dtype))
 
 

@@ -349,7 +349,9 @@ def backward(
         sums = [x if x.dtype == dtype else torch.zeros(x.shape, dtype=dtype) for x in results]
         grads = _Gradients(_of_chunk(dq, c), sums[0], sums[1])
         scratch = [_Scratch(c) for _ in range(3 if f.softcap > 0 else 2)]
-        for rows in _row_blocks(c, f, _is_spoilt(c.q, c.k, c.v, dout)):
+        for rows in _row_blocks(
+            c, f, _is_spoilt(c.q, c.k, c.v, dout, dout if dlse is None else dlse)
+        ):
             _backward_block(c, f, rows, given, grads, scratch)
         if dtype != dk.dtype:
             for result, total in zip(results, sums, strict=True):

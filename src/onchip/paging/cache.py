@@ -228,11 +228,15 @@ class PagedKVCache:
         num_full, num_rest = divmod(entry.length, self.page_size)
         pages = entry.pages[:num_full]
         copies = self.pool.allocate(1 if num_rest else 0)
+        try:
+            for page in copies:
+                # The filled part alone: a copied tail would be traffic for nothing.
+                self.k[:, page, :num_rest] = self.k[:, entry.pages[num_full], :num_rest]
+                self.v[:, page, :num_rest] = self.v[:, entry.pages[num_full], :num_rest]
+        except BaseException:  # an inference tensor outside of inference mode, say
+            self.pool.free(copies)
+            raise
         self.pool.share(pages)
-        for page in copies:
-            # The filled part alone: a copied tail would be traffic for nothing.
-            self.k[:, page, :num_rest] = self.k[:, entry.pages[num_full], :num_rest]
-            self.v[:, page, :num_rest] = self.v[:, entry.pages[num_full], :num_rest]
         return self._add(_Entry(pages + array("i", copies), entry.length))
 
     def slot_mapping(

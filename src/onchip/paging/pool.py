@@ -22,6 +22,9 @@ class OutOfPages(RuntimeError):
         self.wanted = wanted
         self.free = free
 
+    def __reduce__(self):
+        return type(self), (self.wanted, self.free)
+
 
 class PagePool:
     """Hands out page ids 0 .. num_pages - 1 and counts the owners of each.
