@@ -133,19 +133,24 @@ def _store_problem(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool) -> Probl
 
 
 def _readable(tensors: Tensors) -> Tensors:
-    """Copies q, k and v whose last dimension is not contiguous."""
-    for name in ("q", "k", "v"):
-        x = getattr(tensors, name)
-        if needs_copy(x):
-            setattr(tensors, name, x.contiguous())
+    """Copies q, k and v whose last dimension is not contiguous. Mutates: tensors."""
+    if needs_copy(tensors.q):
+        tensors.q = tensors.q.contiguous()
+    if needs_copy(tensors.k):
+        tensors.k = tensors.k.contiguous()
+    if needs_copy(tensors.v):
+        tensors.v = tensors.v.contiguous()
     return tensors
+
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _without_autocast(device: str):
     """Kernels compute in their own precision: autocast must not reach into them."""
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+    return _NO_CONTEXT
 
 
 def _lse_shape(q: Tensor, packed: bool) -> tuple[int, ...]:

@@ -101,17 +101,17 @@ def _meta(x):
     return x
 
 
-def _type(x):
-    """A number's type; of a pair, both: 1, 1.0 and True are equal, but not alike."""
-    return tuple(map(type, x)) if isinstance(x, tuple) else type(x)
+def _check_once(
+    check: Callable[[], None], tensors: tuple, numbers: tuple, window: tuple = ()
+) -> None:
+    """Runs `check` unless arguments alike have passed it before.
 
-
-def _check_once(check: Callable[[], None], tensors: tuple, numbers: tuple) -> None:
-    """Runs `check` unless arguments alike have passed it before."""
+    1, 1.0 and True are equal but not alike, so types count, those inside `window` too.
+    """
     if torch.compiler.is_compiling():
         return check()
     try:
-        key = (*map(_meta, tensors), *numbers, *map(_type, numbers))
+        key = (*map(_meta, tensors), *numbers, *map(type, numbers), *map(type, window))
         if key in _checked:
             return
     except TypeError:  # an unhashable argument: let the check name it
@@ -152,7 +152,8 @@ def dense(t: Tensors, options: Options) -> Call:
         validate.dense_batch(t.q, t.k)
         validate.features(t.q, t.q.shape[0], options, t.alibi_slopes, t.sinks)
 
-    _check_once(check, (t.q, t.k, t.v, t.alibi_slopes, t.sinks), options)
+    tensors = (t.q, t.k, t.v, t.alibi_slopes, t.sinks)
+    _check_once(check, tensors, options, options.window)
     return Call(t, options.params(t.q.shape[-1], t.q.shape[1], t.k.shape[1]))
 
 
@@ -177,7 +178,7 @@ def varlen(t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -
 
     data = (t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table, t.seqused_k)
     numbers = (max_seqlen_q, max_seqlen_k, *options)
-    _check_once(check, (*data, t.alibi_slopes, t.sinks), numbers)
+    _check_once(check, (*data, t.alibi_slopes, t.sinks), numbers, options.window)
     params = options.params(t.q.shape[-1], max_seqlen_q, max_seqlen_k)
     if values.visible(t.q):
         values.varlen_values(t, params)
@@ -198,7 +199,7 @@ def kvcache(c: CacheArguments, interleaved: bool, options: Options) -> tuple[Cal
         validate.flag("rotary_interleaved", interleaved)
         validate.features(c.q, c.q.shape[0], options, c.alibi_slopes, c.sinks)
 
-    _check_once(check, c.all(), (interleaved, *options))
+    _check_once(check, c.all(), (interleaved, *options), options.window)
     validate.written_in_place(c.k_cache, c.v_cache)
     validate.no_gradient(**{name: getattr(c, name) for name in CacheArguments.__slots__})
     table = _as_block_table(c)
