@@ -224,6 +224,7 @@ def test_numbers_beyond_every_range(name, options):
 
 def test_sparse_tensors_are_refused():
     q, k, v = problems.qkv()
+    onchip.attention(q, k, v)  # alike but for the layout
     with pytest.raises(TypeError, match="^k: got layout torch.sparse"):
         onchip.attention(q, k.to_sparse(), v)
 

@@ -97,7 +97,7 @@ class Append(NamedTuple):
 def _meta(x):
     """What checks look at in an argument, hashable."""
     if isinstance(x, Tensor):
-        return (x.shape, x.dtype, x.device, x.requires_grad)
+        return (x.shape, x.dtype, x.device, x.requires_grad, x.layout)
     return x
 
 
