@@ -139,7 +139,7 @@ _PORTABLE_LIMITS = {
     "max_head_dim": 256,
 }
 _PORTABLE = "FlashAttention-2 in Triton, any GPU that Triton supports"
-_FUSED = "torch's fused CPU operator, as it is"
+_FUSED = "torch's fused CPU operator; tiles for NaN and for gradients of the LSE"
 _TILED = "fused rectangles or one pass over tiles, in torch: every feature"
 
 KERNELS: tuple[Kernel, ...] = (
