@@ -85,7 +85,7 @@ _FLOAT32 = {64: Config(32, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: Config(16,
 # A few rows only: a larger block would compute rows that do not exist.
 _SHORT = {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 2), 256: Config(32, 32, 4, 1)}
 
-# H200, 2026-11-29, bf16, 16k tokens, best of 25 configs in interleaved rounds (TFLOP/s at
+# H200, 2026-11-29, bf16, 16k tokens, best of two sweeps in interleaved rounds (TFLOP/s at
 # 4k, full / causal): 64x128 with 4 warps 468 / 408 at D = 64 against 282 / 258 of 128x128 with
 # 8; 64x64 with 4 warps, 3 stages 510 / 473 at D = 128 against 422 / 370: two programs of 4
 # warps on an SM overlap one's softmax with the other's products. At D = 256 only one program
