@@ -475,8 +475,8 @@ def launch_with(config: Config, problem: Problem, tensors: Tensors) -> tuple[Ten
     if out.numel() == 0 or grid[0] == 0:
         return out, lse
     spec = spec_of(config, problem, tensors)
-    # Page ids and rows that no asynchronous copy can take (2-byte aligned) must not be pipelined
-    # together: Triton 3.6 then reads ids before they have arrived (H200, 2026-11-29).
+    # Pages of 2-byte aligned rows gave wrong results with pipelined loads (H200, triton 3.6,
+    # 2026-11-29), most likely ids that were read before they had arrived.
     stages = 1 if spec.page_size and spec.vector == 1 else config.num_stages
     options = {"maxnreg": config.max_registers} if config.max_registers else {}
     with torch.cuda.device_of(q):  # Triton launches on the current device
