@@ -380,12 +380,13 @@ def _forward_fused(
 ) -> tuple[Tensor, Tensor] | None:
     """None where NaN or Inf would reach a row from a key that it does not see."""
     (batch, seqlen_q, num_heads, _), (_, seqlen_k, num_kv_heads, dim_v) = q.shape, v.shape
-    if seqlen_q == 1 and problem.group > 1 and not problem.mask.is_full:
+    one_row = seqlen_q == 1 and problem.group > 1
+    if one_row and not problem.mask.is_full:
         keys = problem.mask.key_range(0, 1, 1, seqlen_k)
         k, v = k[:, keys.start : keys.stop], v[:, keys.start : keys.stop]
     if _may_drop_nan(q, k.transpose(1, 2)):
         return None
-    if seqlen_q == 1 and problem.group > 1:
+    if one_row:
         return _decode_fused(problem, q, k, v)
     width = max(q.shape[-1], dim_v)
     cut = list(_rectangles(problem.mask, seqlen_q, seqlen_k))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.portable import backward_arguments, masks
+from onchip.kernels.portable.masks import Band, Terms
 
 LOG2E = masks.LOG2E
 STATS_BLOCK = tl.constexpr(backward_arguments.STATS_BLOCK)
@@ -42,24 +43,6 @@ class Queries(NamedTuple):
     stats_line: object
     stats_start: object
     num_rows: object
-
-
-class Band(NamedTuple):
-    """The mask of one sequence; see `masks`."""
-
-    seqlen_k: object
-    shift: object
-    first_key: object
-    left: object
-    right: object
-
-
-class Terms(NamedTuple):
-    """What turns Q K^T into logits of base 2."""
-
-    scale: object  # scale * log2(e); with a softcap, scale / softcap
-    softcap: object  # softcap * log2(e)
-    slope: object  # ALiBi slope * log2(e)
 
 
 class Strides(NamedTuple):

@@ -39,6 +39,7 @@ from onchip.kernels.portable.arguments import (
     spec_of,
 )
 from onchip.kernels.portable.config import Config, choose_forward
+from onchip.kernels.portable.masks import Band, Terms
 from onchip.problem import Layout, Problem, Tensors
 
 LN2 = masks.LN2
@@ -58,24 +59,6 @@ class Rows(NamedTuple):
     stride_row: object
     stride_page: object
     table: object  # pointer to the sequence's row of block_table, 0 when not paged
-
-
-class Band(NamedTuple):
-    """The mask of one sequence; see `masks`."""
-
-    seqlen_k: object
-    shift: object
-    first_key: object
-    left: object
-    right: object
-
-
-class Terms(NamedTuple):
-    """What turns Q K^T into logits of base 2."""
-
-    scale: object  # scale * log2(e); with a softcap, scale / softcap
-    softcap: object  # softcap * log2(e)
-    slope: object  # ALiBi slope * log2(e)
 
 
 class Stats(NamedTuple):

@@ -11,11 +11,31 @@ Legend: S_q / S_k lengths of this sequence, BM rows (queries) and BN columns (ke
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Band(NamedTuple):
+    """The mask of one sequence; see the module's docstring."""
+
+    seqlen_k: object
+    shift: object
+    first_key: object
+    left: object
+    right: object
+
+
+class Terms(NamedTuple):
+    """What turns Q K^T into logits: of base 2, natural in the float32 backward (no log2(e))."""
+
+    scale: object  # scale * log2(e); with a softcap, scale / softcap
+    softcap: object  # softcap * log2(e)
+    slope: object  # ALiBi slope * log2(e)
 
 
 @triton.jit
