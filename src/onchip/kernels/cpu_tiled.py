@@ -271,17 +271,21 @@ class _Sums(NamedTuple):
 
 
 def _forward_bounded(c: _Chunk, f: Features, rows: range, scores: _Scratch) -> _Sums:
-    """Where exp(S) itself is safe: no maximum, nothing to rescale."""
-    q = _of_block(c.q, c, rows).mul_(f.factor)
+    """Where exp(S) itself is safe: no maximum, nothing to rescale.
+
+    Scores are taken times log2 e from the start, one pass less over them. Larger ones, and the
+    backward, which subtracts their LSE, would lose digits by it.
+    """
+    q = _of_block(c.q, c, rows).mul_(f.factor if f.softcap > 0 else f.factor * _LOG2_E)
     acc = q.new_zeros(*q.shape[:2], c.v.shape[-1])
     total = q.new_zeros(*q.shape[:2], 1)
     for t in _tiles(c, f, rows):
         p = scores.shaped(q.shape[1], t.num_keys)
         torch.bmm(q, c.k[:, t.keys].transpose(1, 2), out=p)
         if f.softcap > 0:
-            p.tanh_().mul_(f.softcap)
-        _mask(p, c, t)
-        _exp(p)
+            p.tanh_().mul_(f.softcap * _LOG2_E)
+        _mask(p, c, t)  # no ALiBi here, see _is_bounded
+        p.exp2_()
         total += p.sum(-1, keepdim=True)
         acc.baddbmm_(p, c.v[:, t.keys])
     return _Sums(acc, total, 0.0)
