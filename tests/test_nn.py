@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip import reference
+from onchip import reference, values
 from onchip.nn import Attention, StepContext
 from onchip.paging import PagedKVCache
 
@@ -594,3 +594,28 @@ def test_bind_refuses_pages_that_do_not_fit(k_change, v_change, error, words):
 def test_the_layer_checks_its_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         Attention(**{"num_heads": H, "head_dim": D, **arguments})
+
+
+def test_pages_are_checked_once_a_step_and_again_after_a_change(monkeypatch):
+    calls = []
+    checks = values.cache_values
+    monkeypatch.setattr(values, "cache_values", lambda *a: (calls.append(1), checks(*a)))
+    layers = [Attention(2, 8) for _ in range(2)]
+    for layer in layers:
+        layer.bind(torch.zeros(2, 4, 2, 8), torch.zeros(2, 4, 2, 8))
+    table = torch.tensor([[1]], dtype=torch.int32)
+    ctx = StepContext(
+        is_prefill=False,
+        slot_mapping=torch.tensor([4]),
+        context_lens=torch.tensor([1], dtype=torch.int32),
+        block_table=table,
+    )
+    row = torch.ones(1, 2, 8)
+    for layer in layers:
+        layer(row, row, row, ctx)
+    assert len(calls) == 1
+    table[0, 0] = 2
+    with pytest.raises(ValueError, match="block_table: got page 2"):
+        layers[0](row, row, row, ctx)
+    with pytest.raises(ValueError, match="block_table: got page 2"):  # a failed check is none
+        layers[0](row, row, row, ctx)

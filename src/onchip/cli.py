@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import torch
 import typer
 
 from onchip import __version__, dispatch, info, validate
+from onchip.analysis.hardware import Hardware
 from onchip.problem import Layout, Mask, Op, Problem, device_arch
 
 app = typer.Typer(
@@ -125,11 +127,18 @@ def _explain(
     dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.BFLOAT16,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     arch: Annotated[str | None, typer.Option(help="E.g. sm_90; this machine's GPU's.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Predict for it, e.g. H200, on cuda.")] = None,
     kernel: Annotated[str | None, typer.Option(help="Force this kernel.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="Explain it as well.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Shows which kernel would run a call, why the others would not, and what it costs."""
+    hardware = _hardware(gpu, arch)
+    if hardware:
+        device, arch = "cuda", hardware.arch
+    if arch is not None and _device(device).type == "cpu":
+        fix = "Add --device cuda, or leave --arch out."
+        validate.reject("--arch", arch, "nothing with --device cpu: it names a GPU", fix)
     problem = dense_problem(
         batch=batch,
         seqlen_q=seqlen,
@@ -147,7 +156,16 @@ def _explain(
         allowed = ", ".join(dispatch.kernel_names())
         validate.reject("--kernel", kernel, allowed, "Leave it out to let onchip choose.")
     training = replace(problem, op=Op.BACKWARD) if backward else None
-    _print(dispatch.explain(problem, kernel, training), as_json)
+    _print(dispatch.explain(problem, kernel, training, hardware), as_json)
+
+
+def _hardware(gpu: str | None, arch: str | None) -> Hardware | None:
+    """The named GPU, which an architecture given beside it must fit."""
+    hardware = None if gpu is None else Hardware.named(gpu)
+    if hardware and arch not in (None, hardware.arch):
+        fix = "Leave it out beside --gpu."
+        validate.reject("--arch", arch, f"{hardware.arch}, which {hardware.name} is", fix)
+    return hardware
 
 
 def _mask(causal: bool, window: tuple[int, int]) -> Mask:
@@ -236,6 +254,23 @@ def _lab(
         raise typer.Exit(1)
 
 
+def _loading() -> Callable[[int, int], None]:
+    """A bar on stderr while a model loads; stdout carries the answer alone."""
+    from onchip.engine.demo import ProgressBar
+
+    bar = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:  # not before: an error may come first
+            bar = ProgressBar(sys.stderr)
+        bar(done, total)
+        if done == total:
+            typer.echo(err=True)
+
+    return show
+
+
 @app.command("generate")
 @_clean_errors
 def _generate(
@@ -252,7 +287,7 @@ def _generate(
     from onchip.engine.llm import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = LLM(model)
+    llm = LLM(model, progress=_loading())
     messages = [{"role": "user", "content": prompt}]
     stream = llm.stream_chat(messages, params) if chat else llm.stream(prompt, params)
     tokens = []

@@ -6,12 +6,17 @@ explanation. Nothing here imports a kernel or a kernel language.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from onchip.analysis import cost
+from onchip.analysis.hardware import Hardware
+from onchip.analysis.predict import Prediction, predict
+from onchip.analysis.words import human
 from onchip.kernels import KERNELS, NAMES, Kernel
-from onchip.problem import Problem
+from onchip.problem import Op, Problem
 
 
 class NoKernelError(NotImplementedError):
@@ -88,7 +93,10 @@ class Explanation:
         traffic_bytes: compulsory bytes: inputs read once, outputs written once.
         three_step_bytes: bytes that S and P would move if they were kept in memory.
         upper_bound: whether lengths are known only as maxima.
+        prediction: time and config on the present GPU or a named one; None without a GPU.
+        why_no_prediction: what stands in the way of one; empty where nothing does.
         backward: the same for the backward, when an input requires a gradient.
+        forced: the kernel that the call forces, if any.
     """
 
     problem: Problem
@@ -99,12 +107,29 @@ class Explanation:
     traffic_bytes: int
     three_step_bytes: int
     upper_bound: bool
+    prediction: Prediction | None = None
+    why_no_prediction: str = ""
     backward: Explanation | None = None
+    forced: str | None = None
 
     @property
     def copies(self) -> tuple[str, ...]:
         """Inputs that are copied first."""
         return self.problem.copies
+
+    def on(self, gpu: str) -> Explanation:
+        """The same call explained for a GPU that need not be here.
+
+        Args:
+            gpu: a name that `onchip.analysis.hardware.Hardware.named` knows, e.g. "H200".
+
+        Raises:
+            ValueError: if no record has that name.
+        """
+        hardware = Hardware.named(gpu)
+        place = {"device": "cuda", "arch": hardware.arch}
+        backward = replace(self.backward.problem, **place) if self.backward else None
+        return explain(replace(self.problem, **place), self.forced, backward, hardware)
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
@@ -118,6 +143,8 @@ class Explanation:
             "three_step_bytes": self.three_step_bytes,
             "upper_bound": self.upper_bound,
             "copies": list(self.copies),
+            "prediction": self.prediction.to_dict() if self.prediction else None,
+            "why_no_prediction": self.why_no_prediction,
             "backward": self.backward.to_dict() if self.backward else None,
         }
 
@@ -133,24 +160,21 @@ class Explanation:
         lines.append(
             f"  copies    {copied} (last stride is not 1)" if copied else "  copies    none"
         )
+        if self.prediction:
+            lines += [f"  {line}" for line in self.prediction.lines()]
+            if self.upper_bound:
+                lines.append("  lengths   known only as maxima: times are for those")
+        elif self.why_no_prediction:
+            lines.append(f"  no time   {self.why_no_prediction}")
         text = "\n".join(lines)
         return f"{text}\n{self.backward}" if self.backward else text
 
 
-def human(amount: float, unit: str = "B", base: int = 1024) -> str:
-    """An amount with a readable prefix: 1536 -> '1.5 KiB'."""
-    infix = "i" if base == 1024 else ""
-    if amount < base:
-        return f"{amount:.0f} {unit}"
-    for prefix in "KMGTPE":
-        amount /= base
-        if amount < base:
-            return f"{amount:.1f} {prefix}{infix}{unit}"
-    return f"{amount:.1f} E{infix}{unit}"
-
-
 def explain(
-    problem: Problem, kernel: str | None = None, backward: Problem | None = None
+    problem: Problem,
+    kernel: str | None = None,
+    backward: Problem | None = None,
+    hardware: Hardware | None = None,
 ) -> Explanation:
     """Explains a Problem without running anything.
 
@@ -158,20 +182,62 @@ def explain(
         problem: the call.
         kernel: the kernel that the call forces, if any.
         backward: the backward's Problem, to be explained along.
+        hardware: the GPU to predict for; the present one unless given.
     """
     rejected = rejections(problem, kernel)
     taking = [k.name for k in candidates(problem, kernel) if k.name not in rejected]
+    chosen = taking[0] if taking else None
+    prediction, why = _predicted(problem, chosen, hardware)
     return Explanation(
         problem=problem,
-        chosen=taking[0] if taking else None,
+        chosen=chosen,
         rejected=rejected,
         skipped=taking[1:],
         flops=cost.flops(problem),
         traffic_bytes=cost.traffic_bytes(problem),
         three_step_bytes=cost.three_step_bytes(problem),
         upper_bound=cost.is_upper_bound(problem),
-        backward=explain(backward, kernel) if backward else None,
+        prediction=prediction,
+        why_no_prediction=why,
+        backward=explain(backward, kernel, None, hardware) if backward else None,
+        forced=kernel,
     )
+
+
+def _predicted(
+    problem: Problem, chosen: str | None, hardware: Hardware | None
+) -> tuple[Prediction | None, str]:
+    """A prediction, or why there is none."""
+    if problem.device != "cuda" or chosen is None:
+        return None, ""
+    try:
+        hardware = hardware or Hardware.detect()
+        if problem.arch != hardware.arch:
+            here = f"the GPU here is {hardware.arch}"
+            return None, f"{problem.arch or 'no architecture'} is asked for, {here}; name one"
+        return predict(problem, hardware, _config(problem, chosen, hardware)), ""
+    except (ValueError, RuntimeError) as error:
+        return None, str(error)
+
+
+# Where the choice of a config lives: pure functions, in modules without a kernel language.
+_CONFIGS = {
+    ("portable", Op.FORWARD): ("onchip.kernels.portable.config", "choose_forward"),
+    ("portable", Op.BACKWARD): ("onchip.kernels.portable.backward_config", "choose_backward"),
+    ("hopper", Op.FORWARD): ("onchip.kernels.hopper.forward_config", "choose_forward"),
+    ("decode", Op.FORWARD): ("onchip.kernels.portable.decode_config", "choose_decode"),
+}
+
+
+def _config(problem: Problem, chosen: str, hardware: Hardware) -> Any:
+    """The config that the chosen kernel would take, None where it has none."""
+    if (chosen, problem.op) not in _CONFIGS:
+        return None
+    module, name = _CONFIGS[chosen, problem.op]
+    choose_config = getattr(importlib.import_module(module), name)
+    if chosen == "decode":
+        return choose_config(problem, hardware.num_sms)
+    return choose_config(problem)
 
 
 def kernel_names() -> Sequence[str]:

@@ -186,7 +186,17 @@ def _easy_problem(record, device: dict[str, Any]):
 def _settings() -> dict[str, dict[str, str]]:
     from onchip.env import VARIABLES
 
-    return {v.name: {"value": os.environ.get(v.name, v.default), "doc": v.doc} for v in VARIABLES}
+    return {v.name: _setting(v) for v in VARIABLES}
+
+
+def _setting(variable) -> dict[str, str]:
+    """Value and meaning, and for a value that is not valid what is."""
+    shown = {"value": os.environ.get(variable.name, variable.default), "doc": variable.doc}
+    try:
+        variable.get()
+    except ValueError as error:
+        shown["error"] = str(error)
+    return shown
 
 
 def _render(report: dict[str, Any]) -> str:
@@ -241,4 +251,7 @@ def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
 
 
 def _setting_lines(settings: dict[str, dict[str, str]]) -> list[str]:
-    return [f"{name}={s['value']}  {s['doc']}" for name, s in settings.items()]
+    return [
+        f"{name}={s['value']}  {'not valid. ' + s['error'] if 'error' in s else s['doc']}"
+        for name, s in settings.items()
+    ]

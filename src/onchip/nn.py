@@ -12,7 +12,7 @@ dimensions, P pages, N page size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,16 @@ class StepContext:
     slot_mapping: Tensor | None = None
     context_lens: Tensor | None = None
     block_table: Tensor | None = None
+    _checked: set = field(default_factory=set, init=False, repr=False)
+
+    def values_key(self, k_cache: Tensor) -> tuple:
+        """What a check of lengths and pages holds for: later layers' caches of this shape.
+
+        Writing to the tensors changes it (but in inference mode, where torch counts no writes).
+        """
+        given = (self.context_lens, self.block_table)
+        versions = (None if x is None or x.is_inference() else x._version for x in given)
+        return (k_cache.shape[:2], *versions)
 
     def __post_init__(self):
         prefill = ("cu_seqlens_q", "cu_seqlens_k")
@@ -231,9 +241,9 @@ class Attention(nn.Module):
         prepared = self._prefill if ctx.is_prefill else self._decode
         call = prepared(queries, k, v, ctx, sinks)
         if not torch.compiler.is_compiling():
-            ops.plan(Op.FORWARD, *call)
+            ops.plan(Op.FORWARD, call.tensors, call.params)
             if ops.needs_grad(call.tensors):
-                ops.plan(Op.BACKWARD, *call)
+                ops.plan(Op.BACKWARD, call.tensors, call.params)
         if self.k_cache is not None and self.v_cache is not None:
             assert ctx.slot_mapping is not None
             # A cache outlives the step: it must not hold the step's graph.
@@ -269,7 +279,12 @@ class Attention(nn.Module):
             block_table=ctx.block_table,
             sinks=sinks,
         )
-        return prepare.kvcache(arguments, False, self._options)[0]
+        if torch.compiler.is_compiling():
+            return prepare.kvcache(arguments, False, self._options)[0]
+        key = ctx.values_key(self.k_cache)
+        call, _ = prepare.kvcache(arguments, False, self._options, key not in ctx._checked)
+        ctx._checked.add(key)
+        return call
 
     @property
     def _options(self) -> Options:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -93,13 +94,15 @@ def _load(path: Path) -> LLM:
 class ProgressBar:
     """A bar that only ever grows to the right, so that it reads well in a log too."""
 
-    def __init__(self):
+    def __init__(self, stream: TextIO | None = None):
         self._num_shown = 0
-        print("loading [", end="", flush=True)
+        self._stream = stream  # None: standard output
+        print("loading [", end="", flush=True, file=stream)
 
     def __call__(self, done: int, total: int) -> None:
         filled = _BAR_WIDTH * done // total
-        print("#" * (filled - self._num_shown), end="]" if done == total else "", flush=True)
+        bar, end = "#" * (filled - self._num_shown), "]" if done == total else ""
+        print(bar, end=end, flush=True, file=self._stream)
         self._num_shown = filled
 
 
