@@ -7,9 +7,12 @@ A table lies between `<!-- begin NAME -->` and `<!-- end NAME -->`; tests check 
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
+from types import ModuleType
 
+from onchip.compat import flash_attn, flash_attn_3
 from onchip.kernels import KERNELS, Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +85,40 @@ def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
 
 
+def parameters(module: ModuleType) -> str:
+    """Every parameter of a compat module's functions: its default, and whether it does something.
+
+    Args:
+        module: with __all__ and STATUS.
+    """
+    rows: dict[tuple, list[str]] = {}  # name, default, status and note: functions
+    for function in module.__all__:
+        for name, parameter in inspect.signature(getattr(module, function)).parameters.items():
+            fallback = module.STATUS.get(name, ("supported", ""))
+            status, note = module.STATUS.get(f"{function}.{name}", fallback)
+            default = "" if parameter.default is parameter.empty else f"`{parameter.default}`"
+            rows.setdefault((name, default, status, note), []).append(function)
+    head = ["parameter", "default", "functions", "status", "notes"]
+    return table(head, [_parameter_row(module, *row) for row in rows.items()])
+
+
+def _parameter_row(module: ModuleType, key: tuple, functions: list[str]) -> list[str]:
+    name, default, status, note = key
+    short = [f.removeprefix("flash_attn_").removesuffix("_func") for f in functions]
+    where = "all" if len(functions) == len(module.__all__) else ", ".join(short)
+    return [f"`{name}`", default, where, status, note]
+
+
+def compat_2() -> str:
+    """Parameters of the imitated FlashAttention-2."""
+    return parameters(flash_attn)
+
+
+def compat_3() -> str:
+    """Parameters of the imitated FlashAttention-3."""
+    return parameters(flash_attn_3)
+
+
 def replaced(text: str, page: str, name: str, body: str) -> str:
     """The text with what lies between a table's two marks replaced.
 
@@ -95,8 +132,18 @@ def replaced(text: str, page: str, name: str, body: str) -> str:
     return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
-PAGES = {"README.md": ("kernels",), "docs/benchmarks.md": ("cpu", "gpu")}
-TABLES = {"kernels": kernels, "cpu": cpu, "gpu": gpu}
+PAGES = {
+    "README.md": ("kernels",),
+    "docs/benchmarks.md": ("cpu", "gpu"),
+    "docs/compat.md": ("compat_2", "compat_3"),
+}
+TABLES = {
+    "kernels": kernels,
+    "cpu": cpu,
+    "gpu": gpu,
+    "compat_2": compat_2,
+    "compat_3": compat_3,
+}
 
 
 def renewed(page: str) -> str:
