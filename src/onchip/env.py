@@ -33,20 +33,29 @@ class Variable:
         return self.parse(os.environ.get(self.name, self.default))
 
 
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(
-            f"ONCHIP_CHECK: got {text!r}; allowed: 0 or 1. Unset it or set one of them."
-        )
-    return text == "1"
+def _flag(name: str) -> Callable[[str], bool]:
+    def parse(text: str) -> bool:
+        if text not in ("0", "1"):
+            raise ValueError(f"{name}: got {text!r}; allowed: 0 or 1. Unset it or set one of them.")
+        return text == "1"
+
+    return parse
 
 
 CHECK = Variable(
     "ONCHIP_CHECK",
     "0",
-    _flag,
+    _flag("ONCHIP_CHECK"),
     "1 checks values that live on the device (lengths, page tables, slots) before every call, "
     "which synchronises. On a CPU they are always checked.",
 )
 
-VARIABLES: tuple[Variable, ...] = (CHECK,)
+AUTOTUNE = Variable(
+    "ONCHIP_AUTOTUNE",
+    "0",
+    _flag("ONCHIP_AUTOTUNE"),
+    "1 measures a few tilings at the first call of a kind on a GPU and keeps the fastest, instead "
+    "of taking the measured table's; that call takes seconds. Read once for each kind of call.",
+)
+
+VARIABLES: tuple[Variable, ...] = (CHECK, AUTOTUNE)

@@ -1,6 +1,9 @@
 """Speed of the GPU kernels beside torch's own attention, in one process, in turns.
 
-Usage: python -m onchip.bench.attention [--json PATH] [--rounds 7] [--peers flash,cudnn,flex]
+Usage: python -m onchip.bench attention [--json PATH] [--rounds 7] [--peers torch]
+
+Peers: flash, cudnn and flex (together: torch), and fa3 where its package is installed. A window,
+packed sequences and memory are measured too (`onchip.bench.varied`).
 
 16k tokens in all, H * D = 2048, bf16, D 64, 128 and 256, N 1k, 4k and 16k, causal and not.
 TFLOP/s count 4 B H N^2 D for the forward and 10 B H N^2 D for the backward, half of it when
@@ -17,6 +20,7 @@ import functools
 import json
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +29,9 @@ import torch.nn.functional as F
 
 from onchip import reference
 from onchip.api import attention
+from onchip.bench import varied
 
-TOKENS, WIDTH = 16384, 2048
+TOKENS, WIDTH = varied.TOKENS, varied.WIDTH
 DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 DEFAULT_PATH = Path("benchmarks/results/h200/portable.json")
 
@@ -72,11 +77,52 @@ def flex_call(q, k, v, causal: bool) -> torch.Tensor:
     return flex(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+def fa3_call(q, k, v, causal: bool) -> torch.Tensor:
+    """FlashAttention-3, where its package is installed."""
+    import flash_attn_interface  # type: ignore[import-not-found]
+
+    out = flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
+    return out[0] if isinstance(out, tuple) else out
+
+
 PEERS: dict[str, Call] = {
     "flash": functools.partial(sdpa_call, "FLASH_ATTENTION"),
     "cudnn": functools.partial(sdpa_call, "CUDNN_ATTENTION"),
     "flex": flex_call,
+    "fa3": fa3_call,
 }
+_TORCH_PEERS = "flash,cudnn,flex"
+
+
+def chosen_peers(text: str) -> list[str]:
+    """Names in a comma-separated list, where torch stands for its three backends.
+
+    Raises:
+        ArgumentTypeError: for a name that is no peer.
+    """
+    return _names(text.replace("torch", _TORCH_PEERS), (*PEERS, "torch"))
+
+
+PARTS = ("forward", "backward", "varied")
+
+
+def chosen_parts(text: str) -> list[str]:
+    """Names in a comma-separated list of parts.
+
+    Raises:
+        ArgumentTypeError: for a name that is no part.
+    """
+    return _names(text, PARTS)
+
+
+def _names(text: str, allowed: tuple[str, ...]) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in allowed:
+            raise argparse.ArgumentTypeError(
+                f"got {name!r}; allowed: {', '.join(allowed)}, separated by commas"
+            )
+    return names
 
 
 def inputs_of(dim: int, length: int) -> list[torch.Tensor]:
@@ -168,21 +214,34 @@ def _device_report() -> dict:
     }
 
 
-def main() -> None:
-    """Checks, measures every cell, prints a table, writes JSON after each cell."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m onchip.bench attention", description=__doc__)
     parser.add_argument("--json", type=Path, default=DEFAULT_PATH)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", default="flash,cudnn,flex")
-    args = parser.parse_args()
+    parser.add_argument("--peers", type=chosen_peers, default=chosen_peers("torch"))
+    parser.add_argument("--parts", type=chosen_parts, default=list(PARTS))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Checks, measures every cell, prints a table, writes JSON after each cell."""
+    args = _arguments(argv)
+    if not torch.cuda.is_available():
+        print("attention: got a machine without a GPU; run onchip.bench cpu here instead.")
+        return 2
     for dim in DIMS:
         for causal in (False, True):
             check(dim, causal)
-    calls = {"onchip": onchip_call, **{n: PEERS[n] for n in args.peers.split(",") if n}}
-    report = {**_device_report(), "cells": []}
+    calls = {"onchip": onchip_call, **{name: PEERS[name] for name in args.peers}}
+    report = {**_device_report(), "cells": [], "varied": []}
     args.json.parent.mkdir(parents=True, exist_ok=True)
+    if "varied" in args.parts:
+        report["varied"] = varied.measure(args.rounds)
+        for row in report["varied"]:
+            words = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
+            print(" ".join(words), flush=True)
     cells = [(d, n, c) for n in reversed(LENGTHS) for d in DIMS for c in (False, True)]
-    for part in ("forward", "backward"):
+    for part in (p for p in args.parts if p != "varied"):
         for dim, length, causal in cells:
             speed = measure(calls, dim, length, causal, part, args.rounds)
             cell = {"part": part, "dim": dim, "length": length, "causal": causal}
@@ -190,7 +249,8 @@ def main() -> None:
             args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             words = " ".join(f"{name} {value:4.0f}" for name, value in speed.items())
             print(f"{part:8} d{dim:<3} n{length:<5} {'causal' if causal else 'full':6} {words}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Calls other than dense squares on a GPU: a sliding window, packed sequences, memory.
+
+Each is held against onchip's own dense call of the same kernel, measured in turns.
+
+Legend: B batch, N sequence length, T packed tokens, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from onchip.api import attention, attention_varlen
+from onchip.bench.timing import interleaved_us
+
+TOKENS, WIDTH = 16384, 2048
+WINDOW = 1024
+NUM_SEQUENCES, SHORTEST, LONGEST = 64, 64, 4096
+
+
+def _leaves(*shape: int) -> list[torch.Tensor]:
+    """Random q, k, v that require a gradient."""
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+
+
+def _parts(call: Callable, leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """Forward and backward of one call, apart."""
+    data = [x.detach() for x in leaves]
+    out = call(*leaves)
+    dout = torch.randn_like(out)
+    return {
+        "forward": lambda: call(*data),
+        "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    }
+
+
+def _medians_us(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    for run in runs.values():
+        run()
+    times = interleaved_us(runs, rounds, 4000.0, torch.cuda.synchronize)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def window(dim: int, rounds: int) -> list[dict]:
+    """Time of a causal window of 1024 keys against full causal attention, N = 16k."""
+    leaves = _leaves(1, TOKENS, WIDTH // dim, dim)
+    full = _parts(lambda q, k, v: attention(q, k, v, causal=True), leaves)
+    cut = _parts(lambda q, k, v: attention(q, k, v, causal=True, window=(WINDOW, 0)), leaves)
+    rows = []
+    for part in full:
+        us = _medians_us({"full": full[part], "window": cut[part]}, rounds)
+        ratio = us["window"] / us["full"]
+        rows.append({"case": "window", "part": part, "dim": dim, **us, "of_causal": ratio})
+    return rows
+
+
+def lengths() -> list[int]:
+    """64 sequence lengths, always the same."""
+    draw = random.Random(0)
+    return [draw.randint(SHORTEST, LONGEST) for _ in range(NUM_SEQUENCES)]
+
+
+def varlen(dim: int, causal: bool, rounds: int) -> list[dict]:
+    """FLOP/s of packed sequences against those of a dense batch of their mean length."""
+    sizes, heads = lengths(), WIDTH // dim
+    mean = round(statistics.mean(sizes))
+    offsets = torch.tensor([0, *sizes], device="cuda").cumsum(0).int()
+    packed = _parts(
+        lambda q, k, v: attention_varlen(
+            q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=max(sizes),
+            max_seqlen_k=max(sizes), causal=causal,
+        ),
+        _leaves(sum(sizes), heads, dim),
+    )  # fmt: skip
+    square = _parts(
+        lambda q, k, v: attention(q, k, v, causal=causal),
+        _leaves(NUM_SEQUENCES, mean, heads, dim),
+    )
+    work = sum(n * n for n in sizes) / (NUM_SEQUENCES * mean * mean)
+    rows = []
+    for part in packed:
+        us = _medians_us({"dense": square[part], "packed": packed[part]}, rounds)
+        row = {"case": "varlen", "part": part, "dim": dim, "causal": causal, **us}
+        rows.append({**row, "of_dense": work * us["dense"] / us["packed"]})
+    return rows
+
+
+def memory(length: int = 65536, heads: int = 16, dim: int = 128) -> dict:
+    """Peak memory of forward and backward over that of inputs, outputs and gradients."""
+    leaves = _leaves(1, length, heads, dim)
+    dout = torch.randn_like(leaves[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention(*leaves, causal=True)
+    grads = torch.autograd.grad(out, leaves, dout)  # type: ignore[arg-type]
+    tensor_bytes = leaves[0].nbytes
+    named_bytes = tensor_bytes * (len(leaves) + 1 + 1 + len(grads))  # inputs, dout, out, grads
+    peak_bytes = torch.cuda.max_memory_allocated() - before + 4 * tensor_bytes
+    return {"case": "memory", "length": length, "of_tensors": peak_bytes / named_bytes}
+
+
+def measure(rounds: int) -> list[dict]:
+    """Every case; one that fails is reported and left out."""
+    rows: list[dict] = []
+    jobs: list[Callable[[], list[dict]]] = [lambda: [memory()]]
+    for dim in (64, 128, 256):
+        jobs.append(lambda dim=dim: window(dim, rounds))
+        for causal in (False, True):
+            jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds))
+    for job in jobs:
+        try:
+            rows += job()
+        except Exception as error:
+            print(f"left out: {type(error).__name__}: {str(error)[:100]}", flush=True)
+        torch.cuda.empty_cache()
+    return rows
