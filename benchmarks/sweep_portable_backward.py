@@ -79,11 +79,24 @@ DQ = {
     ],
     256: [
         Tiles(128, 32, 8, 2),
+        Tiles(128, 32, 8, 3),
         Tiles(64, 64, 8, 1),
         Tiles(64, 32, 4, 2),
         Tiles(64, 64, 4, 1),
         Tiles(128, 64, 8, 1),
     ],
+}
+# Tiles of launches that make dV or dK alone.
+APART = {
+    256: {
+        "dv": [Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 4), Tiles(64, 64, 4, 1)],
+        "dk": [
+            Tiles(32, 128, 8, 3),
+            Tiles(32, 128, 8, 2),
+            Tiles(64, 128, 8, 1),
+            Tiles(32, 64, 4, 1),
+        ],
+    },
 }
 # Configs that add up dQ from the dK/dV kernel: (tiles, reduction).
 FUSED = {
@@ -103,13 +116,19 @@ FUSED = {
 
 
 def variants(dim: int, causal: bool) -> list[tuple[str, str, BackwardConfig]]:
-    """(part, name, config) of everything that is timed; part is dkdv, dq or all."""
+    """(part, name, config) of everything that is timed; part is dkdv, dv, dk, dq or all."""
     dkdv, dq = DKDV[dim][0], DQ[dim][0]
     found = []
     for tiles in DKDV[dim]:
         found.append(("dkdv", name_of(tiles), BackwardConfig(tiles, dq, descriptors=True)))
     for tiles in DQ[dim]:
         found.append(("dq", name_of(tiles), BackwardConfig(dkdv, tiles, descriptors=True)))
+    apart = APART.get(dim, {})
+    for which, choices in apart.items():
+        for tiles in choices:
+            use = {part: first[0] for part, first in apart.items()} | {which: tiles}
+            config = BackwardConfig(use["dk"], dq, descriptors=True, dv=use["dv"])
+            found.append((which, name_of(tiles), config))
     first = BackwardConfig(dkdv, dq)
     found += [("dkdv", "pointers", first), ("dq", "pointers", first)]
     if causal:
@@ -193,7 +212,7 @@ def peer(name: str, q, k, v, dout, causal: bool):
 
 
 def part(name: str, config: BackwardConfig, problem, tensors, saved):
-    """A function that runs the dK/dV kernel, the dQ kernel, or the whole backward."""
+    """A function that runs one launch of the backward, or all of it."""
     if name == "all":
         return functools.partial(backward.launch_with, config, problem, tensors, saved)
     return backward.only(name, config, problem, tensors, saved)
@@ -244,13 +263,17 @@ def time_cell(dim: int, length: int, causal: bool, usable: list, options) -> dic
     times = interleaved(parts, options.rounds)
     whole = {}
     best = {}
-    for which in ("dkdv", "dq"):
+    for which in ("dkdv", "dq", "dv", "dk"):
         prefix = which + ":"
         mine = {n: t for n, t in times.items() if n.startswith(prefix)}
         best[which] = min(mine, key=lambda n: mine[n], default="")
     configs = {f"{which}:{name}": config for which, name, config in usable}
-    if all(best.values()):
+    if best["dkdv"] and best["dq"]:
         pair = replace(configs[best["dkdv"]], dq=configs[best["dq"]].dq)
+        apart = (best["dv"], best["dk"])
+        if all(apart) and times[apart[0]] + times[apart[1]] < times[best["dkdv"]]:
+            dv, dk = (configs[name] for name in apart)
+            pair = replace(dv, dkdv=dk.dkdv, dq=pair.dq)
         whole["pair"] = part("all", pair, problem, tensors, saved)
     whole["chosen"] = part("all", choose_backward(problem), problem, tensors, saved)
     for which, name, config in usable:

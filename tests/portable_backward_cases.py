@@ -41,6 +41,7 @@ def _own(call: Call, b: int, dout: Tensor, dlse: Tensor | None) -> Own:
         "scale": case.scale,
         "alibi_slopes": slopes if slopes is None or case.alibi == 1 else slopes[b],
         "sinks": call.tensors.sinks,
+        "extras": None if call.extras is None else call.extras[b],
     }
     inputs = (x[None].to(dout.device) for x in call.sequences[b])
     if case.packed:
@@ -87,6 +88,11 @@ def check_gradients(call: Call, saved: Saved, gradients) -> None:
     for name, x, given in zip(("dq", "dk", "dv"), gradients, (tensors.q, tensors.k, tensors.v)):  # noqa: B905
         assert x.shape == given.shape and x.dtype == given.dtype and x.is_contiguous(), name
     total_sinks, eager_sinks = 0, 0
+    # P = exp(S - LSE) inherits the rounding of the LSE that the forward left as a float32.
+    finite = saved.lse[saved.lse.isfinite()].abs()
+    ulps = 4.0
+    if case.dtype == torch.float32 and finite.numel():
+        ulps += float(finite.max())
     spans_k = _key_spans(call)
     start = 0
     for b, length in enumerate(case.lengths_q):
@@ -103,7 +109,7 @@ def check_gradients(call: Call, saved: Saved, gradients) -> None:
                 assert not x[used.stop :].any(), f"{name} of unused keys of sequence {b}"
                 x = x[used]
             if x.numel():
-                assert_close_to_oracle(x[None], want, plain, f"{name} of sequence {b}")
+                assert_close_to_oracle(x[None], want, plain, f"{name} of sequence {b}", ulps)
         if dsinks is not None:
             total_sinks, eager_sinks = total_sinks + oracle.dsinks, eager_sinks + eager[3]
     assert (dsinks is None) == (tensors.sinks is None)

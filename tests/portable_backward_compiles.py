@@ -14,17 +14,18 @@ from onchip.problem import Problem, Saved, Tensors
 from tests import compile_only
 from tests.portable_forward_compiles import FEATURES, pose
 
-KERNELS = {
-    "pre": backward.attn_bwd_pre_portable,
-    "dkdv": backward.attn_bwd_dkdv_portable,
-    "dq": backward.attn_bwd_dq_portable,
-}
+KERNELS = (
+    backward.attn_bwd_pre_portable,
+    backward.attn_bwd_dkdv_portable,
+    backward.attn_bwd_dq_portable,
+)
+PARTS = ("pre", "dkdv", "dv", "dk", "dq")
 
 
 def calls_of(
     problem: Problem, tensors: Tensors, config: BackwardConfig | None = None
 ) -> dict[str, compile_only.Call]:
-    """The launches that the problem would make, by kernel."""
+    """The launches that the problem would make, by what they make ("pre" for D)."""
     out = tensors.q.new_empty(*tensors.q.shape[:-1], problem.head_dim_v)
     rows = out.shape[:-2]
     lse = out.new_empty(*rows[:-1], problem.num_heads, rows[-1], dtype=torch.float32)
@@ -32,15 +33,14 @@ def calls_of(
     config = config or choose_backward(problem)
     found = {}
 
-    def run_without(names):
-        if not names:
+    def run_without(kernels):
+        if not kernels:
             backward.launch_with(config, problem, tensors, saved)
             return
-        calls = compile_only.captured(KERNELS[names[0]], lambda: run_without(names[1:]))
-        if calls:
-            (found[names[0]],) = calls
+        for call in compile_only.captured(kernels[0], lambda: run_without(kernels[1:])):
+            found[call.args[-1].makes or "pre"] = call
 
-    run_without(list(KERNELS))
+    run_without(KERNELS)
     return found
 
 
@@ -61,7 +61,7 @@ def counts() -> list[dict]:
     found = []
     for layout in ({}, {"packed": True}, {"causal": True, "window": (64, 0)}):
         for dim in (64, 20):
-            keys, configs = {name: set() for name in KERNELS}, set()
+            keys, configs = {name: set() for name in PARTS}, set()
             for _ in range(50):
                 size = {"batch": draw.randint(1, 9), "seqlen": draw.randint(1, 5000)}
                 size["seqlen_k"] = size["seqlen"] if "packed" in layout else draw.randint(1, 5000)
@@ -71,7 +71,7 @@ def counts() -> list[dict]:
                 configs.add(choose_backward(problem))
                 for name, call in calls_of(problem, tensors).items():
                     _, _, specialisation, options = compile_only.specialisation(call, "sm_90")
-                    keys[name].add(str((specialisation, sorted(call.kwargs.items()), options)))
+                    keys[name].add(str((specialisation, call.args[-1], options)))
             most = max(map(len, keys.values()))
             found.append({"layout": str(layout), "kernels": most, "configs": len(configs)})
     return found

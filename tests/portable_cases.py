@@ -53,6 +53,7 @@ class Call:
     problem: Problem
     tensors: Tensors
     sequences: list[tuple]  # q (S_q, H, D), k (S_k, H_kv, D), v (S_k, H_kv, D_v)
+    extras: list[reference.Extras] | None = None  # of each sequence
 
 
 def _poisoned(parts: list[torch.Tensor], spare: int) -> list[torch.Tensor]:
@@ -109,7 +110,8 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Call:
     for name in Tensors.__slots__:
         x = getattr(tensors, name)
         # .to(device) would make a strided tensor dense on the way.
-        setattr(tensors, name, x if x is None or device == "cpu" else _moved(x, device))
+        moves = isinstance(x, torch.Tensor) and device != "cpu"
+        setattr(tensors, name, _moved(x, device) if moves else x)
     return Call(case, _problem(case, tensors), tensors, list(zip(qs, ks, vs, strict=True)))
 
 
@@ -174,6 +176,7 @@ def check(call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
             "scale": case.scale,
             "alibi_slopes": slopes if slopes is None or case.alibi == 1 else slopes[b],
             "sinks": call.tensors.sinks,
+            "extras": None if call.extras is None else call.extras[b],
         }
         device = out.device
         inputs = [x.to(device) for x in inputs]

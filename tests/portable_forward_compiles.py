@@ -95,7 +95,7 @@ def counts() -> list[dict]:
                 _, _, specialisation, options = compile_only.specialisation(call, "sm_90")
                 constants = [value for kind, value in zip(
                     specialisation, call.args, strict=False) if kind[0] == "constexpr"]  # fmt: skip
-                keys.add(str((specialisation, constants, call.kwargs["SPEC"], options)))
+                keys.add(str((specialisation, constants, options)))
             found.append({"layout": str(layout), "kernels": len(keys), "configs": len(configs)})
     return found
 

@@ -30,7 +30,7 @@ def _op_arguments(dtype, name, kernel=""):
     q, k, v = problems.qkv(dtype=dtype, **gqa)
     given = problems.features(name, g)
     alibi, sinks = given.pop("alibi_slopes", None), given.pop("sinks", None)
-    tensors = (q, k, v, None, None, None, None, None, alibi, sinks, None, None)
+    tensors = (q, k, v, None, None, None, None, None, alibi, sinks, None, None, None, [], [], [])
     return tensors, _params(q, k, kernel=kernel, **given)
 
 
@@ -58,12 +58,12 @@ def test_opcheck_packed_and_paged():
     q, k, v, lengths = problems.packed([3, 0, 4], [5, 2, 4])
     tail = (-1, 0, 0.5, 0.0, False, 0, "")
     cu_q, cu_k = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
-    tensors = (q, k, v, cu_q, cu_k, *[None] * 7)
+    tensors = (q, k, v, cu_q, cu_k, *[None] * 8, [], [], [])
     torch.library.opcheck(ops.forward_op, (*tensors, 4, 5, *tail))
     out, lse = ops.forward_op(*tensors, 4, 5, *tail)
     torch.library.opcheck(ops.backward_op, (out, None, out, lse, *tensors, 4, 5, *tail))
     k_cache, v_cache, table, used = problems.paged([5, 2, 4], 3)
-    tensors = (q, k_cache, v_cache, cu_q, None, table, used, *[None] * 5)
+    tensors = (q, k_cache, v_cache, cu_q, None, table, used, *[None] * 6, [], [], [])
     torch.library.opcheck(ops.forward_op, (*tensors, 4, 15, *tail))
 
 
@@ -260,6 +260,16 @@ def test_autocast():
     assert double.dtype == torch.float64
     cast = [x.bfloat16() for x in (q, k, v)]
     torch.testing.assert_close(out, onchip.attention(*cast), rtol=0, atol=0)
+
+
+def test_autocast_names_itself_where_a_cache_does_not_fit():
+    q, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 4, 2, 8)
+    lengths = torch.tensor([4], dtype=torch.int32)
+    match = "bfloat16, to which torch.autocast casts q"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=match):
+        onchip.attention_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+    with pytest.raises(TypeError, match="allowed: q's dtype float32"):
+        onchip.attention_with_kvcache(q, cache.half(), cache.half(), cache_seqlens=lengths)
 
 
 def test_autocast_leaves_the_computation_alone():

@@ -102,6 +102,17 @@ def test_strided_gradients_with_and_without_an_lse_gradient(with_dlse):
 
 
 @interpreted
+@pytest.mark.parametrize("reduction", ["none", "atomics"])
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize(
+    "name", ["dim_256", "group_of_4", "packed_used", "dense_used", "all_terms"]
+)
+def test_dv_in_a_launch_of_its_own(name, descriptors, reduction):
+    config = replace(SMALL, descriptors=descriptors, reduction=reduction, dv=Tiles(32, 16, 4, 2))
+    run(CASES[name], config, arch="sm_90")
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["causal", "dim_256", "all_terms"])
 def test_the_chosen_config(name):
     run(CASES[name], choose_backward(build(CASES[name]).problem))
@@ -135,7 +146,7 @@ def test_deterministic_overrules_atomics():
     problem = replace(call.problem, deterministic=True)
     config = replace(SMALL, reduction="atomics")
     saved = saved_of(call)
-    spec = backward_arguments.spec_of(config, True, problem, call.tensors, saved.dout)
+    spec = backward_arguments.spec_of(config, "dkdv", problem, call.tensors, saved.dout)
     assert spec.reduction == "none"
 
 

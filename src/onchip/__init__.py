@@ -8,16 +8,22 @@ from onchip.api import (
     merge_states,
     store_kvcache,
 )
+from onchip.blocks import block_list
 from onchip.dispatch import Explanation, NoKernelError
+from onchip.mods import BlockList, MaskMod, ScoreMod
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockList",
     "Explanation",
+    "MaskMod",
     "NoKernelError",
+    "ScoreMod",
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "block_list",
     "explain",
     "merge_states",
     "store_kvcache",

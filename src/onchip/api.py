@@ -7,8 +7,9 @@ What all calls compute, for query i and each key j that it sees:
 
     S_ij = scale * q_i . k_j                      softcap > 0: S = softcap * tanh(S / softcap)
     S_ij -= slope_h * |i + S_k - S_q - j|         with alibi_slopes
+    S_ij = score_mod(S_ij, ...)                   with score_mod; mask_mod hides more keys
     lse_i = log(sum_j exp S_ij + exp sink_h)      natural log; the sink only with sinks
-    out_i = sum_j exp(S_ij - lse_i) v_j
+    out_i = sum_j exp(S_ij - lse_i) v_j           with dropout, over the entries that stay
 
 Causal is bottom-right aligned: i sees j iff j <= i + S_k - S_q. A row that sees no key is 0, with
 LSE -inf (or the sink) and zero gradients.
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from onchip import dispatch, ops, prepare, validate
 from onchip.dispatch import Explanation
-from onchip.prepare import CacheArguments, Options
+from onchip.mods import MaskMod, ScoreMod
+from onchip.prepare import CacheArguments, Options, mods_of
 from onchip.problem import Op, Problem, Tensors
 
 
@@ -43,6 +45,9 @@ def attention(
     deterministic: bool = False,
     num_splits: int | None = None,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of dense batches; causal is bottom-right, rows without a key give 0.
 
@@ -66,6 +71,14 @@ def attention(
         num_splits: splits of the keys; None lets the kernel choose, 1 makes a sequence's output
             independent of its neighbours.
         kernel: force a kernel by name; never falls back.
+        dropout_p: probability in [0, 1) that an entry of P becomes 0; those that stay are
+            multiplied by 1 / (1 - p). p is rounded to a multiple of 2^-16. The choice comes from
+            torch's generator of q's device (torch.manual_seed, checkpointing), the same in
+            forward and backward; every replay of a CUDA graph draws a new one. The LSE is that
+            of all entries.
+        score_mod: a function of yours that changes logits, see `onchip.ScoreMod`. Its tensors
+            have gradients if it says how.
+        mask_mod: a function of yours that hides keys, see `onchip.MaskMod`.
 
     Returns:
         out (B, S_q, H, D_v) in q's dtype; with return_lse also lse (B, H, S_q) float32 (float64
@@ -75,9 +88,10 @@ def attention(
         ValueError, TypeError: for an argument out of its range, naming it.
         NoKernelError: if no kernel takes the problem, with every kernel's reasons.
     """
-    options = Options(causal, window, scale, softcap, return_lse, deterministic, num_splits, kernel)
+    run = (return_lse, deterministic, num_splits, kernel, dropout_p)
+    options = Options(causal, window, scale, softcap, *run)
     tensors = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    out, lse = ops.attention(*prepare.dense(tensors, options))
+    out, lse = ops.attention(*prepare.dense(tensors, options, mods_of(score_mod, mask_mod)))
     return (out, lse) if return_lse else out
 
 
@@ -102,6 +116,9 @@ def attention_varlen(
     deterministic: bool = False,
     num_splits: int | None = None,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of packed sequences, over packed or paged keys.
 
@@ -122,6 +139,8 @@ def attention_varlen(
         seqused_k: (B,) int32, only the first so many keys of each sequence count.
         causal, window, scale, softcap, alibi_slopes, sinks: as `attention`.
         return_lse, deterministic, num_splits, kernel: as `attention`.
+        dropout_p, score_mod, mask_mod: as `attention`; positions count from the sequence's own
+            first query and key.
 
     Returns:
         out (T_q, H, D_v); with return_lse also lse (H, T_q).
@@ -131,7 +150,8 @@ def attention_varlen(
             are checked on a CPU, and on a GPU under ONCHIP_CHECK=1.
         NoKernelError: if no kernel takes the problem, with every kernel's reasons.
     """
-    options = Options(causal, window, scale, softcap, return_lse, deterministic, num_splits, kernel)
+    run = (return_lse, deterministic, num_splits, kernel, dropout_p)
+    options = Options(causal, window, scale, softcap, *run)
     tensors = Tensors(
         q,
         k,
@@ -143,7 +163,8 @@ def attention_varlen(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    out, lse = ops.attention(*prepare.varlen(tensors, max_seqlen_q, max_seqlen_k, options))
+    mods = mods_of(score_mod, mask_mod)
+    out, lse = ops.attention(*prepare.varlen(tensors, max_seqlen_q, max_seqlen_k, options, mods))
     return (out, lse) if return_lse else out
 
 
@@ -233,13 +254,13 @@ def attention_with_kvcache(
         alibi_slopes,
         sinks,
     )
-    (tensors, params), append = prepare.kvcache(arguments, rotary_interleaved, options)
+    call, append = prepare.kvcache(arguments, rotary_interleaved, options)
     if append is not None:
         if not torch.compiler.is_compiling():
-            ops.plan(Op.FORWARD, tensors, params)
-        scales = (tensors.k_scale, tensors.v_scale)
+            ops.plan(Op.FORWARD, call.tensors, call.params)
+        scales = (call.tensors.k_scale, call.tensors.v_scale)
         ops.store_op(append.k, append.v, k_cache, v_cache, append.slots, *scales)
-    out, lse = ops.attention(tensors, params)
+    out, lse = ops.attention(*call)
     return (out, lse) if return_lse else out
 
 
@@ -335,8 +356,8 @@ def explain(*args, **kwargs) -> Explanation:
     bound = inspect.signature(call).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    options = Options(*(given.pop(name) for name in Options._fields))
-    tensors, params = _prepare(call, given, options)
+    options = Options(**{name: given.pop(name) for name in Options._fields if name in given})
+    tensors, params, _ = _prepare(call, given, options)
     problem = Problem.of(Op.FORWARD, tensors, params)
     trains = ops.needs_grad(tensors)
     backward = Problem.of(Op.BACKWARD, tensors, params) if trains else None
@@ -348,7 +369,8 @@ def _prepare(call, given: dict, options: Options) -> prepare.Call:
     if call is attention_with_kvcache:
         interleaved = given.pop("rotary_interleaved")
         return prepare.kvcache(CacheArguments(**given), interleaved, options)[0]
+    mods = mods_of(given.pop("score_mod"), given.pop("mask_mod"))
     if call is attention_varlen:
         longest = (given.pop("max_seqlen_q"), given.pop("max_seqlen_k"))
-        return prepare.varlen(Tensors(**given), *longest, options)
-    return prepare.dense(Tensors(**given), options)
+        return prepare.varlen(Tensors(**given), *longest, options, mods)
+    return prepare.dense(Tensors(**given), options, mods)

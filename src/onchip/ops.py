@@ -11,7 +11,7 @@ D / D_v head dimensions, P pages, N page size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -28,11 +28,14 @@ NAMESPACE = "onchip"
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? block_table, Tensor? seqused_k, Tensor? leftpad_k, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale"
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? dropout_rng, "
+    "Tensor[] score_aux, Tensor[] mask_aux, Tensor[] block_list"
 )
 _PARAMS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, "
-    "float scale, float softcap, bool deterministic, SymInt num_splits, str kernel"
+    "float scale, float softcap, bool deterministic, SymInt num_splits, str kernel, "
+    'float dropout_p=0.0, str score_mod="", str mask_mod="", bool aux_grad=False, '
+    "SymInt block_q=0, SymInt block_k=0"
 )
 _INPUT_NAMES = tuple(f.name for f in fields(Tensors))
 _NUM_INPUTS = len(_INPUT_NAMES)
@@ -41,7 +44,7 @@ _lib = torch.library.Library(NAMESPACE, "DEF")
 _lib.define(f"attn_forward({_INPUTS}, {_PARAMS}) -> (Tensor out, Tensor lse)")
 _lib.define(
     f"attn_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_PARAMS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] daux)"
 )
 _lib.define(
     "store_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
@@ -84,6 +87,7 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
         None if alibi is None else alibi.dim(),
         tensors.sinks is None,
         tensors.k_scale is None and tensors.v_scale is None,
+        len(tensors.block_list),
         params,
     )
     found = _plans.get(key)
@@ -169,8 +173,20 @@ def _new_outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _attn_forward(*args) -> tuple[Tensor, Tensor]:
-    tensors, params = Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:])
-    problem, launch = plan(Op.FORWARD, tensors, params)
+    return _forward(Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:]))
+
+
+def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tensor]:
+    """Runs the chosen forward kernel. Mutates: tensors, whose unreadable inputs are copied.
+
+    `memo`, `onchip.prepare.Memo`, remembers the choice for calls alike.
+    """
+    found = None if memo is None else memo.forward
+    if found is None:
+        found = plan(Op.FORWARD, tensors, params)
+        if memo is not None:
+            memo.forward = found
+    problem, launch = found
     if tensors.q.numel() == 0:
         return _new_outputs(tensors.q, tensors.v, tensors.cu_seqlens_q is not None)
     with _without_autocast(problem.device):
@@ -178,17 +194,22 @@ def _attn_forward(*args) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
-def _attn_backward(dout, dlse, out, lse, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attn_backward(
+    dout, dlse, out, lse, *args
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     tensors, params = Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:])
     problem, launch = plan(Op.BACKWARD, tensors, params)
+    aux = tensors.score_aux if params.aux_grad else ()
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        return _zero_gradients(tensors, lse, dlse)
-    saved = Saved(dout.contiguous() if needs_copy(dout) else dout, dlse, out, lse)
+        return *_zero_gradients(tensors, lse, dlse), [x.new_zeros(x.shape) for x in aux]
+    sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in aux]
+    saved = Saved(dout.contiguous() if needs_copy(dout) else dout, dlse, out, lse, sums)
     with _without_autocast(problem.device):
         dq, dk, dv, dsinks = launch(problem, _readable(tensors), saved)
     if dsinks is None:
         dsinks = dq.new_empty(0)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+    daux = [x.to(own.dtype) for x, own in zip(sums, aux, strict=True)]
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks, daux
 
 
 def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
@@ -217,10 +238,12 @@ def _fake_forward(q, k, v, cu_seqlens_q, *rest):
     return _new_outputs(q, v, cu_seqlens_q is not None)
 
 
-def _fake_backward(dout, dlse, out, lse, q, k, v, *rest):
-    sinks = rest[_INPUT_NAMES.index("sinks") - 3]
+def _fake_backward(dout, dlse, out, lse, *args):
+    tensors, params = Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:])
+    q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    daux = [x.new_empty(x.shape) for x in tensors.score_aux] if params.aux_grad else []
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, daux
 
 
 def _fake_store(*args) -> None:
@@ -248,14 +271,13 @@ class _Attention(torch.autograd.Function):
     """Autograd around the operators; LSE's gradient is used, never dropped."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *params):
-        inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, alibi_slopes, sinks)
-        out, lse = forward_op(*inputs, None, None, *params)
+    def forward(ctx, *args):
+        given, counts, params, aux = _parted(args)
+        run = _attn_forward if _is_plain(*given[:3]) else forward_op
+        out, lse = run(*_inputs(given, counts, aux), *params)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, out, lse
-        )
-        ctx.params = params
+        ctx.save_for_backward(*given, out, lse, *aux)
+        ctx.counts, ctx.params = counts, params
         return out, lse
 
     @staticmethod
@@ -265,15 +287,36 @@ class _Attention(torch.autograd.Function):
             raise NotImplementedError(
                 "onchip has no second derivatives: call backward without create_graph=True"
             )
-        q, k, v, sinks, cu_q, cu_k, seqused_k, alibi_slopes, out, lse = ctx.saved_tensors
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        given, (out, lse), aux = saved[:_NUM_GIVEN], saved[_NUM_GIVEN:][:2], saved[_NUM_GIVEN + 2 :]
         if dout is None:
             dout = torch.zeros_like(out)
-        inputs = (q, k, v, cu_q, cu_k, None, seqused_k, None, alibi_slopes, sinks)
-        dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *inputs, None, None, *ctx.params)
-        needed = ctx.needs_input_grad
-        grads = [g if need else None for g, need in zip((dq, dk, dv), needed, strict=False)]
-        dsinks = dsinks if sinks is not None and needed[3] else None
-        return (*grads, dsinks, *([None] * (4 + len(ctx.params))))
+        inputs = _inputs(given, ctx.counts, aux)
+        run = _attn_backward if _is_plain(dout, out) else backward_op
+        *grads, daux = run(dout, dlse, out, lse, *inputs, *ctx.params)
+        grads = [g if need else None for g, need in zip(grads, needed, strict=False)]
+        nothing = [None] * (len(needed) - len(grads) - len(aux))
+        daux = [*daux, *[None] * (len(aux) - len(daux))]
+        daux = [g if need else None for g, need in zip(daux, needed[-len(aux) :], strict=False)]
+        return (*grads, *nothing, *daux)
+
+
+_NUM_GIVEN = 9  # q, k, v, sinks and what has no gradient, see `attention`
+
+
+def _parted(args: tuple) -> tuple[tuple, tuple, tuple, tuple]:
+    """`_Attention`'s arguments: tensors, how many aux tensors of each kind, Params, aux tensors."""
+    end = _NUM_GIVEN + 2 + len(Params._fields)
+    return args[:_NUM_GIVEN], args[_NUM_GIVEN:][:2], args[_NUM_GIVEN + 2 : end], args[end:]
+
+
+def _inputs(given: Sequence, counts: Sequence[int], aux: Sequence) -> tuple:
+    """The operators' tensors, in their order."""
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, dropout_rng = given
+    first, second = counts[0], counts[0] + counts[1]
+    lists = list(aux[:first]), list(aux[first:second]), list(aux[second:])
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, alibi_slopes, sinks)
+    return (*tensors, None, None, dropout_rng, *lists)
 
 
 def needs_grad(tensors: Tensors) -> bool:
@@ -286,10 +329,11 @@ def needs_grad(tensors: Tensors) -> bool:
         or tensors.k.requires_grad
         or tensors.v.requires_grad
         or (sinks is not None and sinks.requires_grad)
+        or any(x.requires_grad for x in tensors.score_aux)
     )
 
 
-def attention(tensors: Tensors, params: Params) -> tuple[Tensor, Tensor]:
+def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tensor]:
     """Runs the forward, through autograd only when a gradient will be asked for.
 
     Returns:
@@ -305,7 +349,16 @@ def attention(tensors: Tensors, params: Params) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(
             "onchip has no forward-mode derivatives (jvp, jacfwd, hessian): use backward()"
         )
-    if not needs_grad(t):
+    training = needs_grad(t)
+    if params.dropout_p > 0 and t.dropout_rng is None:
+        if not torch.compiler.is_compiling() and _holds_data(t.q):
+            plan(Op.FORWARD, t, params)  # a call that fails must not move the generator
+            if training:
+                plan(Op.BACKWARD, t, params)
+        t.dropout_rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=t.q.device)
+    if not training and _is_plain(t.q, t.k, t.v):
+        return _forward(t, params, memo)
+    if not training:
         return forward_op(
             t.q,
             t.k,
@@ -319,19 +372,48 @@ def attention(tensors: Tensors, params: Params) -> tuple[Tensor, Tensor]:
             t.sinks,
             t.k_scale,
             t.v_scale,
+            t.dropout_rng,
+            t.score_aux,
+            t.mask_aux,
+            t.block_list,
             *params,
         )
     if not torch.compiler.is_compiling():
         plan(Op.BACKWARD, t, params)
-    extra = (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k, t.alibi_slopes)
-    return _Attention.apply(t.q, t.k, t.v, t.sinks, *extra, *params)
+    rest = (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k, t.alibi_slopes, t.dropout_rng)
+    counts = len(t.score_aux), len(t.mask_aux)
+    aux = (*t.score_aux, *t.mask_aux, *t.block_list)
+    return _Attention.apply(t.q, t.k, t.v, t.sinks, *rest, *counts, *params, *aux)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(*inputs: Tensor) -> bool:
+    """Whether nothing listens to the dispatcher, so that a call may go past it.
+
+    torch's dispatcher costs 12 us for an operator with so many arguments (2026-11-29, Xeon). It
+    is needed by compilers, modes, transforms, profilers, subclasses, meta and lazy negation.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.autograd.profiler._is_profiler_enabled
+    ):
+        return False
+    return not any(type(x) not in _PLAIN_TYPES or x.is_meta or x.is_neg() for x in inputs)
+
+
+def _holds_data(x: Tensor) -> bool:
+    return not x.is_meta and type(x).__name__ != "FakeTensor"
 
 
 def _lengths(tensors: Tensors) -> list[tuple[int, int]] | None:
     """(S_q, S_k) of each sequence, read from the data; None when dense or without data."""
     if tensors.cu_seqlens_q is None and tensors.seqused_k is None:
         return None
-    if tensors.q.is_meta or type(tensors.q).__name__ == "FakeTensor":
+    if not _holds_data(tensors.q):
         return None
     if tensors.cu_seqlens_q is None:
         queries = [tensors.q.shape[1]] * tensors.q.shape[0]

@@ -17,12 +17,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip import validate, values
+from onchip import blocks, validate, values
 from onchip.kernels.common import apply_rotary
+from onchip.mods import MaskMod, ScoreMod
 from onchip.problem import Mask, Params, Tensors
 
-_checked: set[tuple] = set()
+_checked: dict[tuple, Memo] = {}
 _MAX_CHECKED = 4096  # a bound on memory for servers whose shapes never repeat
+
+
+class Memo:
+    """What calls alike have in common beside their data: found at the first, used by the rest.
+
+    Args:
+        params: their numbers.
+        forward: `ops.Plan` of the forward.
+    """
+
+    __slots__ = ("forward", "params")
+
+    def __init__(self):
+        self.params: Params | None = None
+        self.forward = None
+
+
+class Call(NamedTuple):
+    """What the operators are called with."""
+
+    tensors: Tensors
+    params: Params
+    memo: Memo | None = None
 
 
 class Options(NamedTuple):
@@ -36,6 +60,7 @@ class Options(NamedTuple):
     deterministic: bool
     num_splits: int | None
     kernel: str | None
+    dropout_p: float = 0.0
 
     def params(self, head_dim: int, max_seqlen_q: int, max_seqlen_k: int) -> Params:
         """The numbers that kernels see."""
@@ -50,14 +75,62 @@ class Options(NamedTuple):
             self.deterministic or torch.are_deterministic_algorithms_enabled(),
             self.num_splits or 0,
             self.kernel or "",
+            float(self.dropout_p),
         )
 
 
-class Call(NamedTuple):
-    """What the operators are called with."""
+class Mods(NamedTuple):
+    """The user's functions of a call."""
 
-    tensors: Tensors
-    params: Params
+    score: ScoreMod | None = None
+    mask: MaskMod | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What checks must see of them: tensors."""
+        own = () if self.score is None else tuple(self.score.aux)
+        if self.mask is None:
+            return own
+        blocks = self.mask.blocks
+        return (*own, *self.mask.aux, *(() if blocks is None else blocks.tensors))
+
+    @property
+    def facts(self) -> tuple:
+        """What checks must see of them: the rest."""
+        keys = tuple(None if mod is None else mod.key for mod in self)
+        blocks = None if self.mask is None else self.mask.blocks
+        sizes = () if blocks is None else blocks.block
+        return (*keys, *(x.is_contiguous() for x in self.tensors), *sizes)
+
+    def attached(self, t: Tensors, memo: Memo) -> Call:
+        """The call with these functions. Mutates: t."""
+        params = memo.params
+        assert params is not None
+        if self is NO_MODS:
+            return Call(t, params, memo)
+        score, mask = self
+        if score is not None:
+            t.score_aux = score.aux
+            wanted = torch.is_grad_enabled() and any(x.requires_grad for x in score.aux)
+            params = params._replace(score_mod=score.key, aux_grad=wanted)
+        if mask is not None:
+            t.mask_aux = mask.aux
+            params = params._replace(mask_mod=mask.key)
+            if mask.blocks is not None:
+                if values.visible(t.q):
+                    blocks.check_values(mask.blocks)
+                t.block_list = mask.blocks.tensors
+                block_q, block_k = mask.blocks.block
+                params = params._replace(block_q=block_q, block_k=block_k)
+        return Call(t, params)
+
+
+NO_MODS = Mods()
+
+
+def mods_of(score: ScoreMod | None, mask: MaskMod | None) -> Mods:
+    """The user's functions; one object stands for none."""
+    return NO_MODS if score is None and mask is None else Mods(score, mask)
 
 
 @dataclass(slots=True)
@@ -83,7 +156,24 @@ class CacheArguments:
 
     def all(self) -> tuple:
         """Every field, in order."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.cache_seqlens,
+            self.block_table,
+            self.k,
+            self.v,
+            self.slot_mapping,
+            self.rotary_cos,
+            self.rotary_sin,
+            self.cache_batch_idx,
+            self.cache_leftpad,
+            self.k_scale,
+            self.v_scale,
+            self.alibi_slopes,
+            self.sinks,
+        )
 
 
 class Append(NamedTuple):
@@ -96,6 +186,8 @@ class Append(NamedTuple):
 
 def _meta(x):
     """What checks look at in an argument, hashable."""
+    if x is None:
+        return None
     if isinstance(x, Tensor):
         return (x.shape, x.dtype, x.device, x.requires_grad, x.layout)
     return x
@@ -103,23 +195,33 @@ def _meta(x):
 
 def _check_once(
     check: Callable[[], None], tensors: tuple, numbers: tuple, window: tuple = ()
-) -> None:
-    """Runs `check` unless arguments alike have passed it before.
+) -> Memo:
+    """Runs `check` unless arguments alike have passed it before; returns what they share.
 
     1, 1.0 and True are equal but not alike, so types count, those inside `window` too.
     """
     if torch.compiler.is_compiling():
-        return check()
+        check()
+        return Memo()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        key = (*map(_meta, tensors), *numbers, *map(type, numbers), *map(type, window))
-        if key in _checked:
-            return
+        key = (
+            *map(_meta, tensors),
+            *numbers,
+            *map(type, numbers),
+            *map(type, window),
+            deterministic,
+        )
+        found = _checked.get(key)
     except TypeError:  # an unhashable argument: let the check name it
-        return check()
-    check()
-    if len(_checked) >= _MAX_CHECKED:
-        _checked.clear()
-    _checked.add(key)
+        check()
+        return Memo()
+    if found is None:
+        check()
+        if len(_checked) >= _MAX_CHECKED:
+            _checked.clear()
+        found = _checked[key] = Memo()
+    return found
 
 
 def _autocast(device: str, *tensors):
@@ -138,7 +240,7 @@ def _autocasting(q) -> bool:
     return torch.is_autocast_enabled(q.device.type)
 
 
-def dense(t: Tensors, options: Options) -> Call:
+def dense(t: Tensors, options: Options, mods: Mods = NO_MODS) -> Call:
     """Prepares `onchip.attention`.
 
     Raises:
@@ -151,13 +253,22 @@ def dense(t: Tensors, options: Options) -> Call:
         validate.queries_and_keys(t.q, t.k, t.v, 4, 4)
         validate.dense_batch(t.q, t.k)
         validate.features(t.q, t.q.shape[0], options, t.alibi_slopes, t.sinks)
+        validate.user_tensors(t.q, mods)
+        blocks.check(t.q, t.q.shape[0], t.q.shape[1], t.k.shape[1], mods)
 
-    tensors = (t.q, t.k, t.v, t.alibi_slopes, t.sinks)
-    _check_once(check, tensors, options, options.window)
-    return Call(t, options.params(t.q.shape[-1], t.q.shape[1], t.k.shape[1]))
+    tensors, numbers = (t.q, t.k, t.v, t.alibi_slopes, t.sinks), options
+    if mods is not NO_MODS:
+        validate.user_functions(mods)
+        tensors, numbers = (*tensors, *mods.tensors), (*options, *mods.facts)
+    memo = _check_once(check, tensors, numbers, options.window)
+    if memo.params is None:
+        memo.params = options.params(t.q.shape[-1], t.q.shape[1], t.k.shape[1])
+    return mods.attached(t, memo)
 
 
-def varlen(t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Call:
+def varlen(
+    t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options, mods: Mods = NO_MODS
+) -> Call:
     """Prepares `onchip.attention_varlen`.
 
     Raises:
@@ -175,18 +286,28 @@ def varlen(t: Tensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -
         assert t.cu_seqlens_q is not None
         batch = t.cu_seqlens_q.shape[0] - 1
         validate.features(t.q, batch, options, t.alibi_slopes, t.sinks)
+        validate.user_tensors(t.q, mods)
+        blocks.check(t.q, batch, max_seqlen_q, max_seqlen_k, mods)
 
     data = (t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table, t.seqused_k)
-    numbers = (max_seqlen_q, max_seqlen_k, *options)
-    _check_once(check, (*data, t.alibi_slopes, t.sinks), numbers, options.window)
-    params = options.params(t.q.shape[-1], max_seqlen_q, max_seqlen_k)
+    tensors, numbers = (*data, t.alibi_slopes, t.sinks), (max_seqlen_q, max_seqlen_k, *options)
+    if mods is not NO_MODS:
+        validate.user_functions(mods)
+        tensors, numbers = (*tensors, *mods.tensors), (*numbers, *mods.facts)
+    memo = _check_once(check, tensors, numbers, options.window)
+    if memo.params is None:
+        memo.params = options.params(t.q.shape[-1], max_seqlen_q, max_seqlen_k)
     if values.visible(t.q):
-        values.varlen_values(t, params)
-    return Call(t, params)
+        values.varlen_values(t, memo.params)
+    return mods.attached(t, memo)
 
 
-def kvcache(c: CacheArguments, interleaved: bool, options: Options) -> tuple[Call, Append | None]:
+def kvcache(
+    c: CacheArguments, interleaved: bool, options: Options, check_values: bool = True
+) -> tuple[Call, Append | None]:
     """Prepares `onchip.attention_with_kvcache`: rotation, slots, and pages for every cache.
+
+    `check_values=False` is for callers that have had the same lengths and pages checked.
 
     Raises:
         ValueError, TypeError: for an argument out of its range, naming it.
@@ -198,13 +319,14 @@ def kvcache(c: CacheArguments, interleaved: bool, options: Options) -> tuple[Cal
         validate.cache_shapes(c)
         validate.flag("rotary_interleaved", interleaved)
         validate.features(c.q, c.q.shape[0], options, c.alibi_slopes, c.sinks)
+        validate.no_gradient(**{name: getattr(c, name) for name in CacheArguments.__slots__})
 
-    _check_once(check, c.all(), (interleaved, *options), options.window)
+    numbers = (interleaved, torch.is_grad_enabled(), *options)
+    memo = _check_once(check, c.all(), numbers, options.window)
     validate.written_in_place(c.k_cache, c.v_cache)
-    validate.no_gradient(**{name: getattr(c, name) for name in CacheArguments.__slots__})
     table = _as_block_table(c)
     num_new = 0 if c.k is None else c.k.shape[1]
-    if values.visible(c.q):
+    if check_values and values.visible(c.q):
         values.cache_values(c, table, num_new)
     seqlens = c.cache_seqlens + num_new if num_new else c.cache_seqlens
     q, append = c.q, None
@@ -222,8 +344,10 @@ def kvcache(c: CacheArguments, interleaved: bool, options: Options) -> tuple[Cal
         k_scale=per_head(c.k_scale, c.k_cache),
         v_scale=per_head(c.v_scale, c.v_cache),
     )
-    longest = table.shape[1] * c.k_cache.shape[1]
-    return Call(tensors, options.params(q.shape[-1], q.shape[1], longest)), append
+    if memo.params is None:
+        longest = table.shape[1] * c.k_cache.shape[1]
+        memo.params = options.params(q.shape[-1], q.shape[1], longest)
+    return Call(tensors, memo.params, memo), append
 
 
 def _as_block_table(c: CacheArguments) -> Tensor:

@@ -11,6 +11,7 @@ D / D_v head dimensions, P pages, N page size.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -133,6 +134,11 @@ class Problem:
         deterministic: whether gradients must be bitwise equal from run to run.
         num_splits: splits of the keys; 0 lets the kernel choose.
         copies: names of inputs that are copied first, since their last stride is not 1.
+        dropout_p: probability that an entry of P is dropped; 0 for none.
+        score_mod: key of the user's score function (`onchip.mods`); empty for none.
+        mask_mod: key of the user's mask function; empty for none.
+        aux_grad: whether the score function's own tensors want gradients.
+        block_list: queries and keys of a block of the mask function's list; empty without one.
     """
 
     op: Op
@@ -163,6 +169,11 @@ class Problem:
     deterministic: bool = False
     num_splits: int = 0
     copies: tuple[str, ...] = ()
+    dropout_p: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    aux_grad: bool = False
+    block_list: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, op: Op, tensors: Tensors, params: Params) -> Problem:
@@ -203,6 +214,11 @@ class Problem:
             deterministic=params.deterministic,
             num_splits=params.num_splits,
             copies=tuple(name for name, x in inputs.items() if needs_copy(x)),
+            dropout_p=params.dropout_p,
+            score_mod=params.score_mod,
+            mask_mod=params.mask_mod,
+            aux_grad=params.aux_grad,
+            block_list=(params.block_q, params.block_k) if tensors.block_list else (),
         )
 
     @property
@@ -224,6 +240,9 @@ class Problem:
             "seqused_k": self.seqused_k,
             "leftpad": self.leftpad,
             "kv_scales": self.kv_scales,
+            "dropout": self.dropout_p > 0,
+            "score_mod": bool(self.score_mod),
+            "mask_mod": bool(self.mask_mod),
         }
         return frozenset(name for name, on in used.items() if on)
 
@@ -275,6 +294,13 @@ class Tensors:
         sinks: (H,) logits that join each denominator.
         k_scale: (H_kv,) float32, factor on the stored keys.
         v_scale: (H_kv,) float32, factor on the stored values.
+        dropout_rng: (2,) int64, seed and offset of the dropout's stream; drawn from torch's
+            generator where dropout is asked for and none is given.
+        score_aux: the user's tensors for `Params.score_mod`.
+        mask_aux: the user's tensors for `Params.mask_mod`.
+        block_list: int32 tensors that name the tiles to visit: counts (B or 1, H or 1, blocks)
+            and indices (..., most) of key blocks for each query block, then the same of query
+            blocks for each key block; or none. Each list ascends.
     """
 
     q: torch.Tensor
@@ -289,6 +315,10 @@ class Tensors:
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    dropout_rng: torch.Tensor | None = None
+    score_aux: Sequence[torch.Tensor] = ()
+    mask_aux: Sequence[torch.Tensor] = ()
+    block_list: Sequence[torch.Tensor] = ()
 
 
 class Params(NamedTuple):
@@ -304,6 +334,12 @@ class Params(NamedTuple):
         deterministic: whether gradients must be bitwise equal from run to run.
         num_splits: splits of the keys; 0 lets the kernel choose.
         kernel: name of the kernel to force; empty for the first that takes the problem.
+        dropout_p: probability that an entry of P is dropped; 0 for none.
+        score_mod: key of the user's score function; empty for none.
+        mask_mod: key of the user's mask function; empty for none.
+        aux_grad: whether `Tensors.score_aux` want gradients.
+        block_q: queries of a block of `Tensors.block_list`.
+        block_k: keys of a block.
     """
 
     max_seqlen_q: int
@@ -315,6 +351,12 @@ class Params(NamedTuple):
     deterministic: bool
     num_splits: int
     kernel: str
+    dropout_p: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    aux_grad: bool = False
+    block_q: int = 0
+    block_k: int = 0
 
 
 @dataclass(slots=True)
@@ -326,12 +368,15 @@ class Saved:
         dlse: gradient of the LSE, as lse, or None when nothing arrived on it.
         out: the forward's output.
         lse: the forward's LSE, natural log, float32 (float64 for float64 inputs).
+        aux_sums: zeros in float32, shaped as `Tensors.score_aux`: a kernel adds the gradients
+            of those to them. Empty when none are wanted.
     """
 
     dout: torch.Tensor
     dlse: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
+    aux_sums: Sequence[torch.Tensor] = ()
 
 
 def needs_copy(x: torch.Tensor) -> bool:

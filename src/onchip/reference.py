@@ -8,7 +8,7 @@ D / D_v head dimensions, P pages, N page size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,14 +25,38 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
 
 
+class Extras(NamedTuple):
+    """Dropout and user functions, as whole matrices (B, H, S_q, S_k) or what broadcasts to them.
+
+    Args:
+        keep: bool, entries of P that dropout leaves; None for no dropout.
+        dropout_p: probability that one was dropped.
+        score_mod: logits -> logits, differentiable; before the mask.
+        mask: bool, pairs that are let through.
+    """
+
+    keep: Tensor | None = None
+    dropout_p: float = 0.0
+    score_mod: Callable[[Tensor], Tensor] | None = None
+    mask: Tensor | None = None
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """x / (1 - p) where kept, else 0."""
+        return x if self.keep is None else (x / (1 - self.dropout_p)).where(self.keep, 0.0)
+
+
+_NOTHING = Extras()
+
+
 class _Scores(NamedTuple):
     q: Tensor  # (B, H, S_q, D)
     k: Tensor  # (B, H, S_k, D), each KV head repeated for its query heads
     v: Tensor  # (B, H, S_k, D_v)
     scale: float
     capped: Tensor  # (B, H, S_q, S_k), after scale and softcap
-    s: Tensor  # (B, H, S_q, S_k), after ALiBi and mask
-    seen: Tensor  # (S_q, S_k) bool
+    natural: Tensor  # (B, H, S_q, S_k), after ALiBi, before score_mod
+    s: Tensor  # (B, H, S_q, S_k), after score_mod and mask
+    seen: Tensor  # (S_q, S_k) bool, or (B, H, S_q, S_k)
 
 
 def visible(
@@ -60,7 +84,7 @@ def visible(
     return seen
 
 
-def _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype) -> _Scores:
+def _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype, extras=None) -> _Scores:
     group = q.shape[2] // k.shape[2]
     assert group * k.shape[2] == q.shape[2], "H must be a multiple of H_kv"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -75,8 +99,13 @@ def _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype) -> _Sc
         i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
         distance = (i - torch.arange(seqlen_k, device=q.device)).abs().to(dtype)
         s = s - alibi_slopes.to(dtype).reshape(-1, q.shape[1], 1, 1) * distance
+    natural = s
     seen = visible(seqlen_q, seqlen_k, causal, window).to(q.device)
-    return _Scores(q, k, v, scale, capped, s.masked_fill(~seen, -torch.inf), seen)
+    if extras is not None and extras.score_mod is not None:
+        s = extras.score_mod(s)
+    if extras is not None and extras.mask is not None:
+        seen = (seen & extras.mask).expand(s.shape)
+    return _Scores(q, k, v, scale, capped, natural, s.masked_fill(~seen, -torch.inf), seen)
 
 
 def _lse(s: Tensor, sinks: Tensor | None) -> Tensor:
@@ -118,6 +147,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    extras: Extras | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """out = softmax(S) V and its LSE, from the whole matrix S.
@@ -134,15 +164,17 @@ def attention(
         softcap: bound of the scores, 0 for none.
         alibi_slopes: (H,) or (B, H); score -= slope * |i + S_k - S_q - j|.
         sinks: (H,) logits that join the denominator only.
+        extras: dropout and user functions.
         dtype: of every computation and of the results.
 
     Returns:
         out (B, S_q, H, D_v) and lse (B, H, S_q), natural log. A row that sees no key has out 0
         and LSE -inf, or the sink.
     """
-    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype)
+    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype, extras)
     lse = _lse(t.s, sinks)
-    return _product(_probabilities(t, lse), t.v, t.seen).transpose(1, 2), lse
+    p = (extras or _NOTHING).dropped(_probabilities(t, lse))
+    return _product(p, t.v, t.seen).transpose(1, 2), lse
 
 
 def attention_backward(
@@ -158,6 +190,7 @@ def attention_backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    extras: Extras | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Gradients:
     """The gradients of `attention`, step by step.
@@ -166,28 +199,34 @@ def attention_backward(
     dS *= 1 - (S / softcap)^2; dQ = scale dS K; dK = scale dS^T Q; dsink = -sum_i P_i,sink D_i with
     P_i,sink = exp(sink - LSE_i). Query heads that share a KV head add up in dK and dV.
     Source: Dao et al. 2022, FlashAttention, appendix B.2; the LSE's part follows from
-    dLSE / dS = P.
+    dLSE / dS = P. Under dropout with Z = keep / (1 - p): dV = (Z * P)^T dO, dP = Z * (dO V^T).
 
     Args:
-        q, k, v, causal, window, scale, softcap, alibi_slopes, sinks, dtype: as `attention`.
+        q, k, v, causal, window, scale, softcap, alibi_slopes, sinks, extras, dtype: as `attention`.
         dout: (B, S_q, H, D_v).
         dlse: (B, H, S_q), or None when nothing arrives on the LSE.
 
     Returns:
         Gradients in `dtype`. Rows that see no key add 0 to dQ, dK and dV.
     """
-    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype)
+    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, dtype, extras)
     lse = _lse(t.s, sinks)
     p = _probabilities(t, lse)
     do = dout.to(dtype).transpose(1, 2)  # (B, H, S_q, D_v)
     seen_t = t.seen.transpose(-1, -2)
 
-    dv = _product(p.transpose(-1, -2), do, seen_t)
-    dp = do @ t.v.transpose(-1, -2)  # (B, H, S_q, S_k)
-    d = (do * _product(p, t.v, t.seen)).sum(-1)  # (B, H, S_q)
+    extras = extras or _NOTHING
+    kept = extras.dropped(p)
+    dv = _product(kept.transpose(-1, -2), do, seen_t)
+    dp = extras.dropped(do @ t.v.transpose(-1, -2))  # (B, H, S_q, S_k)
+    d = (do * _product(kept, t.v, t.seen)).sum(-1)  # (B, H, S_q)
     if dlse is not None:
         d = d - dlse.to(dtype)
     ds = p * (dp - d[..., None])
+    if extras.score_mod is not None:
+        with torch.enable_grad():
+            natural = t.natural.detach().requires_grad_()
+            (ds,) = torch.autograd.grad(extras.score_mod(natural), natural, ds)
     if softcap > 0:
         ds = ds * (1 - (t.capped / softcap).square())
     ds = ds.where(t.seen, 0.0)
@@ -216,20 +255,22 @@ def eager(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What a user would write: scores and softmax in the inputs' own dtype.
 
     Not an oracle but the yardstick of the tolerance in tests. Differentiable by autograd.
 
     Args:
-        q, k, v, causal, window, scale, softcap, alibi_slopes, sinks: as `attention`.
+        q, k, v, causal, window, scale, softcap, alibi_slopes, sinks, extras: as `attention`.
 
     Returns:
         out (B, S_q, H, D_v) and lse (B, H, S_q), in q's dtype.
     """
-    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, q.dtype)
+    t = _scores(q, k, v, causal, window, scale, softcap, alibi_slopes, q.dtype, extras)
     lse = _lse(t.s, sinks)
-    return (_probabilities(t, lse) @ t.v).transpose(1, 2), lse
+    p = (extras or _NOTHING).dropped(_probabilities(t, lse))
+    return (p @ t.v).transpose(1, 2), lse
 
 
 def gather_pages(cache: Tensor, block_table_row: Tensor, length: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onchip import dispatch
+from onchip.mods import MaskMod, ScoreMod
 from onchip.problem import Tensors, needs_copy
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -107,11 +108,21 @@ def queries_and_keys(
     _dimensions_match(q, k, v, names)
 
 
+def _is_cast(q: Tensor) -> bool:
+    """Whether q's dtype may be torch.autocast's choice and not the caller's."""
+    kind = q.device.type
+    enabled = kind != "meta" and torch.is_autocast_enabled(kind)
+    return enabled and q.dtype == torch.get_autocast_dtype(kind)
+
+
 def _dtypes_match(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str], cache: bool) -> None:
     quantised = cache and k.dtype == torch.float8_e4m3fn
     if k.dtype != q.dtype and not quantised:
-        fix = f"Use {names[0]}.to(q.dtype)."
-        reject(names[0], f"dtype {_name(k.dtype)}", f"q's dtype {_name(q.dtype)}", fix, TypeError)
+        allowed, fix = f"q's dtype {_name(q.dtype)}", f"Use {names[0]}.to(q.dtype)."
+        if cache and _is_cast(q):
+            allowed = f"{_name(q.dtype)}, to which torch.autocast casts q"
+            fix = f"Make {names[0]} in this dtype, or call outside of autocast."
+        reject(names[0], f"dtype {_name(k.dtype)}", allowed, fix, TypeError)
     if v.dtype != k.dtype:
         allowed = f"{names[0]}'s dtype {_name(k.dtype)}"
         fix = f"Use {names[1]}.to({names[0]}.dtype)."
@@ -200,6 +211,9 @@ def features(q: Tensor, batch: int, options, alibi_slopes: Any, sinks: Any) -> N
     if 0 < options.softcap < _LEAST_SOFTCAP:
         fix = "Such a cap leaves no scores; 0 means none."
         reject("softcap", options.softcap, f"0, or at least {_LEAST_SOFTCAP:g}", fix)
+    real("dropout_p", options.dropout_p, 0.0)
+    if options.dropout_p >= 1:
+        reject("dropout_p", options.dropout_p, "0 <= p < 1", "At 1 nothing would be left.")
     flag("return_lse", options.return_lse)
     flag("deterministic", options.deterministic)
     if options.num_splits is not None:
@@ -212,6 +226,28 @@ def features(q: Tensor, batch: int, options, alibi_slopes: Any, sinks: Any) -> N
         _alibi(q, batch, q.shape[-2], alibi_slopes)
     if sinks is not None:
         _sinks(q, sinks)
+
+
+def user_functions(mods) -> None:
+    """Requires `prepare.Mods` to hold what they should."""
+    for name, mod, kind in (("score_mod", mods.score, ScoreMod), ("mask_mod", mods.mask, MaskMod)):
+        if mod is not None and not isinstance(mod, kind):
+            fix = f"Wrap the function: onchip.{kind.__name__}(function)."
+            reject(name, type(mod).__name__, f"an onchip.{kind.__name__}", fix, TypeError)
+
+
+def user_tensors(q: Tensor, mods) -> None:
+    """Requires the tensors of `prepare.Mods` to be usable by kernels."""
+    for name, mod in (("score_mod.aux", mods.score), ("mask_mod.aux", mods.mask)):
+        for x in () if mod is None else mod.aux:
+            same_device(name, x, q)
+            if not x.is_contiguous():
+                fix = "Functions get pointers: pass x.contiguous()."
+                reject(name, f"strides {x.stride()}", "contiguous tensors", fix)
+            trains = torch.is_grad_enabled() and x.requires_grad
+            if trains and getattr(mod, "aux_grad", None) is None:
+                fix = "Pass x.detach(), or give a ScoreMod its aux_grad."
+                reject(name, "a tensor that requires a gradient", "one that does not", fix)
 
 
 def _sinks(q: Tensor, sinks: Any) -> None:

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from onchip.api import attention
 from onchip.kernels.portable import backward
-from onchip.kernels.portable.backward_config import choose_backward
+from onchip.kernels.portable.backward_config import BackwardConfig, Tiles, choose_backward
 from onchip.problem import Mask, Op, Params, Problem, Saved, Tensors
 from tests.portable_backward_cases import check_gradients, saved_of
 from tests.portable_cases import Case, build
@@ -150,3 +151,26 @@ def test_extra_memory_is_the_lse_and_d():
     peak = torch.cuda.max_memory_allocated() - before
     named = sum(x.numel() * x.element_size() for x in gradients)
     assert peak <= named + 2 * saved.lse.numel() * 4 + (1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "packed_causal", "dim_256", "packed_256", "dense_used"])
+def test_dv_in_a_launch_of_its_own(name, dtype):
+    case = replace(CASES[name], dtype=dtype)
+    tiles = Tiles(32, 64, 4, 2)
+    run(case, config=BackwardConfig(tiles, tiles, descriptors=True, dv=tiles))
+
+
+def test_64k_tokens_need_little_more_than_inputs_and_results():
+    shape = (1, 65536, 16, 128)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    q, k, v = (torch.randn(shape, device="cuda", dtype=BF16).requires_grad_() for _ in range(3))
+    dout = torch.randn(shape, device="cuda", dtype=BF16)
+    out = attention(q, k, v, causal=True)
+    out.backward(dout)
+    used_bytes = torch.cuda.max_memory_allocated() - before
+    kept = (q, k, v, dout, out, q.grad, k.grad, v.grad)
+    assert used_bytes <= 1.3 * sum(x.numel() * x.element_size() for x in kept)
+    assert all(x.grad.isfinite().all() for x in (q, k, v))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given, settings
@@ -214,10 +215,14 @@ def random_cases(draw) -> Case:
     )
 
 
-@given(random_cases(), st.integers(0, 1000))
-@settings(max_examples=200)
-def test_random_problems(case, seed):
-    from onchip.kernels.portable import forward
+# Sixteen parts, since most examples compile a variant of their own: they run in parallel.
+@pytest.mark.parametrize("part", range(16))
+def test_random_problems(forward, part):
+    @hypothesis.seed(part)
+    @settings(max_examples=64)
+    @given(random_cases(), st.integers(0, 1000))
+    def check_one(case, data_seed):
+        if sum(case.lengths_q) and max(case.lengths_q):
+            run(forward, case, data_seed)
 
-    if sum(case.lengths_q) and max(case.lengths_q):
-        run(forward, case, seed)
+    check_one()

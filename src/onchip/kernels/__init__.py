@@ -27,6 +27,14 @@ ALL_FEATURES = frozenset(
 )
 
 
+#: Most queries of a sequence that count as decoding (one, and speculative ones).
+MAX_DECODE_QUERIES = 16
+#: Most pieces that the decode cuts a sequence's keys into.
+MAX_DECODE_SPLITS = 128
+#: Features that only kernels in a kernel language can have: they compile the user's code.
+USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
+
+
 def _no_further_reasons(problem: Problem) -> list[str]:
     return []
 
@@ -92,6 +100,8 @@ class Kernel:
         if problem.num_splits > self.max_splits:
             why.append(f"splits keys at most {self.max_splits} ways, not {problem.num_splits}")
         missing = problem.features - self.features
+        why += [f"{name} needs a Triton kernel" for name in sorted(missing & USER_FUNCTIONS)]
+        missing -= USER_FUNCTIONS
         if missing:
             why.append(f"has no {_join(missing)}")
         return why + self.reasons(problem)
@@ -111,6 +121,12 @@ def _fused_reasons(problem: Problem) -> list[str]:
         return [f"causal needs a scale over 0, not {problem.scale:g}"]
     if problem.seqlen_k == 0 or problem.seqlen_q == 0:
         return ["needs at least one query and one key"]
+    return []
+
+
+def _backward_reasons(problem: Problem) -> list[str]:
+    if problem.deterministic and problem.aux_grad:
+        return ["adds up the gradients of score_mod's tensors by atomics: not deterministic"]
     return []
 
 
@@ -138,6 +154,17 @@ _PORTABLE_LIMITS = {
     "dtypes": (torch.float16, torch.bfloat16, torch.float32),
     "max_head_dim": 256,
 }
+
+
+def _decode_reasons(problem: Problem) -> list[str]:
+    """It cuts keys, not queries: few queries over keys whose lengths a tensor tells."""
+    if problem.seqlen_q > MAX_DECODE_QUERIES:
+        return [f"takes S_q up to {MAX_DECODE_QUERIES}, not {problem.seqlen_q}"]
+    if not problem.seqused_k:
+        return ["needs the key lengths as one tensor (seqused_k or cache_seqlens)"]
+    return []
+
+
 _PORTABLE = "FlashAttention-2 in Triton, any GPU that Triton supports"
 _FUSED = "torch's fused CPU operator; tiles for NaN and for gradients of the LSE"
 _TILED = "fused rectangles or one pass over tiles, in torch: every feature"
@@ -165,12 +192,26 @@ KERNELS: tuple[Kernel, ...] = (
         features=ALL_FEATURES - {"leftpad", "kv_scales"},
     ),
     Kernel(
+        name="decode",
+        op=Op.FORWARD,
+        module="onchip.kernels.portable.decode",
+        entry="launch",
+        layouts=_PAGES | {_DENSE},
+        features=ALL_FEATURES,
+        quantised_kv=(torch.float8_e4m3fn,),
+        max_splits=MAX_DECODE_SPLITS,
+        reasons=_decode_reasons,
+        summary="split-KV in Triton, one launch: up to 16 queries a sequence",
+        # triton 3.6 does not compile the float32 variants with every feature (H200, 2026-11-29).
+        **{**_PORTABLE_LIMITS, "dtypes": (torch.float16, torch.bfloat16)},
+    ),
+    Kernel(
         name="portable",
         op=Op.FORWARD,
         module="onchip.kernels.portable.forward",
         entry="launch",
         layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
-        features=ALL_FEATURES - {"kv_scales"},
+        features=ALL_FEATURES - {"kv_scales"} | USER_FUNCTIONS | {"dropout"},
         summary=_PORTABLE,
         **_PORTABLE_LIMITS,
     ),
@@ -180,7 +221,8 @@ KERNELS: tuple[Kernel, ...] = (
         module="onchip.kernels.portable.backward",
         entry="launch",
         layouts=frozenset({_DENSE, _PACKED}),
-        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+        features=ALL_FEATURES - {"leftpad", "kv_scales"} | USER_FUNCTIONS | {"dropout"},
+        reasons=_backward_reasons,
         summary=_PORTABLE,
         **_PORTABLE_LIMITS,
     ),
@@ -196,6 +238,19 @@ KERNELS: tuple[Kernel, ...] = (
         features=ALL_FEATURES,
         quantised_kv=(torch.float8_e4m3fn,),
         summary="scatter by index, in torch",
+    ),
+    Kernel(
+        name="portable",
+        op=Op.STORE,
+        module="onchip.kernels.portable.cache",
+        entry="launch",
+        devices=frozenset({"cuda"}),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        layouts=_PAGES,
+        max_head_dim=1024,
+        features=ALL_FEATURES,
+        quantised_kv=(torch.float8_e4m3fn,),
+        summary="one launch in Triton for keys and values",
     ),
 )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, Config, can_describe, padded
+from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
 from onchip.problem import Layout, Problem, Tensors
 
 _LOG2E = math.log2(math.e)
@@ -49,6 +50,10 @@ class Spec:
         longest_first: whether later query blocks, which see more keys, start first.
         careful: the spec of the walk that keeps values that are not finite out of rows that do
             not see them.
+        has_dropout: whether entries of P are dropped.
+        functions: the user's score and mask functions.
+        list_m: queries of a block of the block list, 0 without one.
+        list_n: keys of a block of it.
     """
 
     block_m: int
@@ -72,6 +77,25 @@ class Spec:
     packed_q: bool
     longest_first: bool
     careful: Spec | None = None
+    has_dropout: bool = False
+    functions: Functions = NO_FUNCTIONS
+    list_m: int = 0
+    list_n: int = 0
+
+    @property
+    def hides_by_function(self) -> bool:
+        """Whether more than the band hides keys, so that every tile must be masked."""
+        return self.functions.mask is not None
+
+    @property
+    def in_one_walk(self) -> bool:
+        """Whether no tile is known to be seen in full."""
+        return self.hides_by_function or self.list_n > 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether tiles are walked that some of their rows do not see."""
+        return self.has_left or self.has_right or self.in_one_walk
 
 
 class Lengths(NamedTuple):
@@ -107,7 +131,10 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         has_left=problem.mask.left >= 0,
         has_right=problem.mask.right >= 0,
         has_first=problem.leftpad,
-        fold_scale=problem.scale > 0 and problem.softcap == 0 and problem.alibi == 0,
+        fold_scale=problem.scale > 0
+        and problem.softcap == 0
+        and problem.alibi == 0
+        and not problem.score_mod,
         has_softcap=problem.softcap > 0,
         alibi_dim=problem.alibi,
         page_size=problem.page_size,
@@ -118,7 +145,12 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         has_foreign=described and (packed or problem.seqused_k or problem.leftpad),
         packed_q=packed,
         longest_first=problem.mask.right >= 0 or packed,
+        has_dropout=problem.dropout_p > 0,
+        functions=functions_of(problem),
+        list_m=problem.block_list[0] if problem.block_list else 0,
+        list_n=problem.block_list[1] if problem.block_list else 0,
     )
+    assert spec.list_m % spec.block_m == 0 and spec.list_n % spec.block_n == 0
     return replace(spec, careful=replace(spec, block_n=16, described=False, has_foreign=False))
 
 

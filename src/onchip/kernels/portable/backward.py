@@ -13,7 +13,8 @@ queries of every head of its group in tiles of BM. `attn_bwd_dq_portable` has a 
 block of BM queries and head and walks over the keys. So every gradient is summed by one program
 in one order: bitwise reproducible, without atomics, at the price of computing S and dP twice.
 The dK/dV kernel holds S and dP transposed, so that P^T and dS^T are register operands of the
-products that need them. A config may instead let it add dQ = dS K to a float32 tensor.
+products that need them. A config may let it make dK alone and dV in a launch of its own (wide
+heads: two accumulators leave no registers), or let it add dQ = dS K to a float32 tensor.
 Logits are in base 2, as in the forward. Only tiles that an edge of the mask crosses are masked,
 and tiles that it hides are not visited.
 
@@ -22,7 +23,11 @@ strides with the last one 1. lse, dlse (B, H, S_q) or (H, T_q). Gradients are co
 where nothing is seen. Extra memory in bytes: 8 B H S_q (LSE in base 2, and D; S_q rounded up to
 128), and with sinks 4 B H ceil(S_q / 128); 4 B S_q H D more if the dK/dV kernel adds up dQ.
 
-It does not do: pages, dropout, user score functions. A value of K or V that is not finite
+Dropout makes the forward's choices again: dV = (Z * P)^T dO and dP = Z * dO V^T with Z = 1 / (1
+- p) or 0, and D stays as it is. The user's functions run again, too; the sums of a score
+function's own gradients are the only atomics then.
+
+It does not do: pages. A value of K or V that is not finite
 reaches the dQ of hidden rows in the tiles that the mask's edge crosses.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
@@ -32,19 +37,21 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import masks
 from onchip.kernels.portable.arguments import Lengths, lengths_of
 from onchip.kernels.portable.backward_arguments import (
-    Spec,
     heads_per_group,
     numbers_of,
     pre_spec_of,
+    reduction_of,
     row_strides,
     sources_of,
     spec_of,
@@ -70,6 +77,9 @@ from onchip.kernels.portable.backward_tiles import (
     walk_all_keys,
     walk_all_queries,
 )
+from onchip.kernels.portable.context import context_of
+from onchip.kernels.portable.extras import extras_of
+from onchip.kernels.portable.resolved import Resolved, keep, kept, signature
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
@@ -139,6 +149,7 @@ def attn_bwd_pre_portable(
 @triton.jit(do_not_specialize=_NUMBERS)
 def attn_bwd_dkdv_portable(
     q, k, v, dout, lse, delta, dk, dv, dq_sum, lengths: Lengths, alibi_slopes,
+    extras,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
@@ -148,7 +159,10 @@ def attn_bwd_dkdv_portable(
     scale: tl.float32, softcap: tl.float32, grad_scale: tl.float32,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BN keys of one head of K, over all heads that read it."""
+    """One program: dK and dV of BN keys of one head of K, over all heads that read it.
+
+    SPEC.makes says whether both ("dkdv") or one of them ("dk", "dv").
+    """
     BN: tl.constexpr = SPEC.block_n
     WIDTH: tl.constexpr = SPEC.width
     WIDTH_V: tl.constexpr = SPEC.width_v
@@ -177,9 +191,14 @@ def attn_bwd_dkdv_portable(
     # Other sequences' keys make rows of dK and dV that are not stored; but they would reach dQ.
     CLEAN: tl.constexpr = SPEC.foreign_keys and SPEC.reduction != "none"
     k_tile = load_tile(keys, column_start, length_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
-    v_tile = load_tile(values, column_start, length_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
-    acc_k = tl.zeros([BN, WIDTH], tl.float32)
-    acc_v = tl.zeros([BN, WIDTH_V], tl.float32)
+    acc_k, acc_v, v_tile = 0.0, 0.0, 0.0
+    if SPEC.makes != "dv":
+        v_tile = load_tile(
+            values, column_start, length_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
+        )
+        acc_k = tl.zeros([BN, WIDTH], tl.float32)
+    if SPEC.makes != "dk":
+        acc_v = tl.zeros([BN, WIDTH_V], tl.float32)
     group = num_heads // num_kv_heads if SPEC.has_group else 1
     for head in range(kv_head * group, (kv_head + 1) * group):
         line, start = stats_place(batch, head, q_start, num_heads, SPEC)
@@ -203,25 +222,37 @@ def attn_bwd_dkdv_portable(
                 q_row = tl.cast(batch, tl.int64) * seqlen_q
             total = Rows(dq_sum + q_row * row + head * SPEC.dim, 0, 0, 0, row)
         slope = head_slope(alibi_slopes, batch, head, num_heads, SPEC)
-        terms = Terms(scale, softcap, slope)
+        context = None
+        if extras is not None:
+            context = context_of(
+                batch, head, num_heads, num_rows, length_k, extras, SPEC.has_dropout
+            )
+        terms = Terms(scale, softcap, slope, context)
         acc_k, acc_v = walk_all_queries(
             acc_k, acc_v, k_tile, v_tile, column_start, column_end, queries, total, band, terms,
             SPEC,
         )  # fmt: skip
-    if lengths.seqused_k is not None:
-        used = (column_start + tl.arange(0, BN) < length_k)[:, None]
-        acc_k = tl.where(used, acc_k, 0.0)
-        acc_v = tl.where(used, acc_v, 0.0)
-    dk += (first_row * num_kv_heads + kv_head) * SPEC.dim
-    dv += (first_row * num_kv_heads + kv_head) * SPEC.dim_v
+    if SPEC.has_dropout:
+        acc_v *= 65536.0 / (65536.0 - extras.threshold)
     stride = tl.cast(num_kv_heads, tl.int64)
-    store_rows(dk, acc_k * grad_scale, column_start, limit, stride * SPEC.dim, SPEC, False)
-    store_rows(dv, acc_v, column_start, limit, stride * SPEC.dim_v, SPEC, True)
+    place = first_row * num_kv_heads + kv_head
+    used = (column_start + tl.arange(0, BN) < length_k)[:, None]
+    if SPEC.makes != "dv":
+        if lengths.seqused_k is not None:
+            acc_k = tl.where(used, acc_k, 0.0)
+        to = dk + place * SPEC.dim
+        store_rows(to, acc_k * grad_scale, column_start, limit, stride * SPEC.dim, SPEC, False)
+    if SPEC.makes != "dk":
+        if lengths.seqused_k is not None:
+            acc_v = tl.where(used, acc_v, 0.0)
+        to = dv + place * SPEC.dim_v
+        store_rows(to, acc_v, column_start, limit, stride * SPEC.dim_v, SPEC, True)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attn_bwd_dq_portable(
     q, k, v, dout, lse, delta, dq, lengths: Lengths, alibi_slopes,
+    extras,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
@@ -245,7 +276,11 @@ def attn_bwd_dq_portable(
         lengths.cu_seqlens_k, lengths.seqused_k, None, batch, seqlen_k
     )
     band = Band(length_k, length_k - num_rows, first_key, left, right)
-    terms = Terms(scale, softcap, head_slope(alibi_slopes, batch, head, num_heads, SPEC))
+    context = None
+    if extras is not None:
+        context = context_of(batch, head, num_heads, num_rows, length_k, extras, SPEC.has_dropout)
+    slope = head_slope(alibi_slopes, batch, head, num_heads, SPEC)
+    terms = Terms(scale, softcap, slope, context)
     kv_head = head // (num_heads // num_kv_heads) if SPEC.has_group else head
     queries = rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC)
     grads = rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC)
@@ -287,6 +322,17 @@ def launch(
     return launch_with(choose_backward(problem), problem, tensors, saved)
 
 
+class Work(NamedTuple):
+    """Tensors that the launches of one backward share."""
+
+    lse: Tensor  # (lines, width), base 2; see `stats_shape`
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dq_sum: Tensor | None  # float32, where dQ is added up
+
+
 def launch_with(
     config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -296,34 +342,26 @@ def launch_with(
     dq, dk, dv = (
         new(x, memory_format=torch.contiguous_format) for x in (tensors.q, tensors.k, tensors.v)
     )
-    lse, delta, dsinks = _prepare(problem, tensors, saved)
-    spec = spec_of(config, True, problem, tensors, saved.dout)
+    *stats, dsinks = _prepare(problem, tensors, saved)
+    config = replace(config, reduction=reduction_of(config, problem, tensors, saved.dout))
     dq_sum = None
-    if spec.reduction != "none":
+    if config.reduction != "none":
         dq_sum = torch.zeros_like(dq, dtype=torch.float32)
-    common = (problem, tensors, saved.dout)
-    stats = stats_of(spec, lse), stats_of(spec, delta)
-    _run(attn_bwd_dkdv_portable, config, spec, *common, (*stats, dk, dv, sum_of(spec, dq_sum)))
+    work = Work(*stats, dq, dk, dv, dq_sum)
+    for part in config.parts():
+        _run(part, config, problem, tensors, saved, work)
     if dq_sum is not None:
         torch.mul(dq_sum, problem.scale, out=dq)
-    else:
-        spec = spec_of(config, False, problem, tensors, saved.dout)
-        _run(attn_bwd_dq_portable, config, spec, *common, (lse, delta, dq))
     return dq, dk, dv, dsinks
 
 
 def only(part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved):
-    """A function that runs the "dkdv" or the "dq" kernel alone, again and again: for the tuner."""
+    """A function that runs one of the config's launches, again and again: for the tuner."""
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
-    lse, delta, _ = _prepare(problem, tensors, saved)
-    owns_keys = part == "dkdv"
-    spec = spec_of(replace(config, reduction="none"), owns_keys, problem, tensors, saved.dout)
-    if owns_keys:
-        outputs = (stats_of(spec, lse), stats_of(spec, delta), dk, dv, None)
-    else:
-        outputs = (lse, delta, dq)
-    kernel = attn_bwd_dkdv_portable if owns_keys else attn_bwd_dq_portable
-    return lambda: _run(kernel, config, spec, problem, tensors, saved.dout, outputs)
+    *stats, _ = _prepare(problem, tensors, saved)
+    config = replace(config, reduction="none")
+    work = Work(*stats, dq, dk, dv, None)
+    return lambda: _run(part, config, problem, tensors, saved, work)
 
 
 def _prepare(
@@ -336,51 +374,88 @@ def _prepare(
     parts = None
     if sinks is not None:
         parts = lse.new_empty(num_blocks, problem.batch, problem.num_heads)
-    spec = pre_spec_of(problem, saved.dout)
-    attn_bwd_pre_portable[(num_blocks * problem.batch * problem.num_heads,)](
-        out,
-        saved.dout,
-        lse,
-        None if saved.dlse is None else saved.dlse.contiguous(),
-        sinks,
-        tensors.cu_seqlens_q,
-        lse_base2,
-        delta,
-        parts,
-        *row_strides(saved.dout)[0],
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    key = signature("pre", None, problem, tensors, saved.dout, dlse)
+    found = kept(key)
+    resolved = found or _resolve_pre(num_blocks, lse_base2.shape[1], problem, saved.dout)
+    resolved.launch(
+        out, saved.dout, lse, dlse, sinks, tensors.cu_seqlens_q, lse_base2, delta, parts,
+        *resolved.numbers, resolved.spec,
+    )  # fmt: skip
+    if found is None:
+        keep(key, resolved)
+    return lse_base2, delta, None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
+
+
+def _resolve_pre(num_blocks: int, stats_width: int, problem: Problem, dout: Tensor) -> Resolved:
+    grid = (num_blocks * problem.batch * problem.num_heads,)
+    launch = Launch(attn_bwd_pre_portable, grid, dout.get_device(), num_warps=8)
+    numbers = (
+        *row_strides(dout)[0],
         problem.batch,
         problem.seqlen_q,
         problem.tokens_q,
         problem.num_heads,
-        lse_base2.shape[1],
-        SPEC=spec,
-        num_warps=8,
+        stats_width,
     )
-    return lse_base2, delta, None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
+    return Resolved(problem, launch, (), numbers, pre_spec_of(problem, dout))
 
 
 def _run(
-    kernel, config: BackwardConfig, spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor,
-    outputs: tuple,
+    part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved,
+    work: Work,
 ) -> None:  # fmt: skip
-    """Launches the dK/dV or the dQ kernel."""
-    owns_keys = kernel is attn_bwd_dkdv_portable
-    tiles = config.dkdv if owns_keys else config.dq
-    if owns_keys:
-        num_heads, owned, walked = problem.num_kv_heads, problem.seqlen_k, problem.seqlen_q
+    """Launches the kernel that makes `part`, see `BackwardConfig.parts`."""
+    kernel = attn_bwd_dq_portable if part == "dq" else attn_bwd_dkdv_portable
+    extras = extras_of(problem, tensors, saved.aux_sums, part != "dq")
+    key = None
+    if extras is None:
+        key = signature(part, config, problem, tensors, saved.dout)
+    found = kept(key)
+    resolved = found or _resolve(part, kernel, config, problem, tensors, saved.dout, work)
+    inputs = (tensors.q, tensors.k, tensors.v, saved.dout)
+    if part == "dq":
+        sources = resolved.sources(*inputs)
+        outputs = (work.lse, work.delta, work.dq)
     else:
-        num_heads, owned, walked = problem.num_heads, problem.seqlen_q, problem.seqlen_k
-    num_blocks = triton.cdiv(owned, spec.block_n if owns_keys else spec.block_m)
-    group = heads_per_group(config, problem, walked, num_heads)
-    options = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
-    kernel[(num_blocks * problem.batch * num_heads,)](
-        *sources_of(spec, tensors, dout),
+        *sources, lse, delta, dq_sum = resolved.sources(*inputs, work.lse, work.delta, work.dq_sum)
+        outputs = (lse, delta, work.dk, work.dv, dq_sum)
+    resolved.launch(
+        *sources,
         *outputs,
         lengths_of(tensors),
         tensors.alibi_slopes,
-        *numbers_of(spec, problem, tensors, dout, group),
-        SPEC=spec,
+        extras,
+        *resolved.numbers,
+        resolved.spec,
+    )
+    if found is None:
+        keep(key, resolved)
+
+
+def _resolve(
+    part: str, kernel, config: BackwardConfig, problem: Problem, tensors: Tensors, dout: Tensor,
+    work: Work,
+) -> Resolved:  # fmt: skip
+    tiles = config.tiles_of(part)
+    spec = spec_of(config, part, problem, tensors, dout)
+    sources = sources_of(spec, tensors, dout)
+    if part == "dq":
+        num_heads, owned, walked = problem.num_heads, problem.seqlen_q, problem.seqlen_k
+        num_blocks = triton.cdiv(owned, spec.block_m)
+    else:
+        sources += (stats_of(spec, work.lse), stats_of(spec, work.delta), sum_of(spec, work.dq_sum))
+        num_heads, owned, walked = problem.num_kv_heads, problem.seqlen_k, problem.seqlen_q
+        num_blocks = triton.cdiv(owned, spec.block_n)
+    group = heads_per_group(config, problem, walked, num_heads)
+    options = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
+    launch = Launch(
+        kernel,
+        (num_blocks * problem.batch * num_heads,),
+        tensors.q.get_device(),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **options,
     )
+    numbers = numbers_of(spec, problem, tensors, dout, group)
+    return Resolved(problem, launch, sources, numbers, spec)

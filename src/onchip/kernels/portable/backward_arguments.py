@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip.kernels.portable.arguments import describe, is_packed, precision_of, strides_of
 from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
+from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
 from onchip.problem import Layout, Problem, Tensors
 
 #: Rows of LSE and D that belong to one sequence only: no tile of queries is longer.
@@ -48,8 +49,13 @@ class Spec:
         foreign_rows: whether a descriptor can meet queries that are not the sequence's own.
         foreign_keys: whether a descriptor can meet keys that are not the sequence's own.
         has_group: whether query heads share key heads.
+        makes: "dkdv", "dk", "dv" or "dq"; a kernel that owns keys makes one or both of dK and dV.
         reduction: where dQ is added up, see `BackwardConfig`.
         longest_last: whether, of a head's blocks, the last ones walk the longest way.
+        has_dropout: whether entries of P are dropped.
+        functions: the user's score and mask functions.
+        list_m: queries of a block of the block list, 0 without one.
+        list_n: keys of a block of it.
     """
 
     block_m: int
@@ -70,24 +76,36 @@ class Spec:
     foreign_rows: bool
     foreign_keys: bool
     has_group: bool
+    makes: str
     reduction: str
     longest_last: bool
+    has_dropout: bool = False
+    functions: Functions = NO_FUNCTIONS
+    list_m: int = 0
+    list_n: int = 0
+
+    @property
+    def hides_by_function(self) -> bool:
+        """Whether more than the band hides keys, so that every tile must be masked."""
+        return self.functions.mask is not None
+
+    @property
+    def in_one_walk(self) -> bool:
+        """Whether no tile is known to be seen in full."""
+        return self.hides_by_function or self.list_n > 0
 
 
 def spec_of(
-    config: BackwardConfig, owns_keys: bool, problem: Problem, tensors: Tensors, dout: Tensor
+    config: BackwardConfig, part: str, problem: Problem, tensors: Tensors, dout: Tensor
 ) -> Spec:
-    """The compiled part of the dK/dV kernel, which owns keys, or of the dQ kernel."""
-    tiles = config.dkdv if owns_keys else config.dq
+    """The compiled part of the launch that makes `part`: "dkdv", "dk" or "dv", or "dq"."""
+    tiles = config.tiles_of(part)
     aligned = _is_aligned(tensors, dout)
     described = config.descriptors and aligned and can_describe(problem)
     packed = problem.layout_q is Layout.PACKED
-    reduction = config.reduction
-    if problem.deterministic:
-        reduction = "none"
-    elif reduction == "tma" and (packed or not described or problem.head_dim % 4):
-        reduction = "atomics"
-    return Spec(
+    adds = part in ("dkdv", "dk")
+    reduction = reduction_of(config, problem, tensors, dout) if adds else "none"
+    spec = Spec(
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         dim=problem.head_dim,
@@ -106,9 +124,25 @@ def spec_of(
         foreign_rows=described and packed,
         foreign_keys=described and (packed or problem.seqused_k),
         has_group=problem.group > 1,
+        makes=part,
         reduction=reduction,
-        longest_last=not owns_keys and problem.mask.right >= 0,
+        longest_last=part == "dq" and problem.mask.right >= 0,
+        has_dropout=problem.dropout_p > 0,
+        functions=functions_of(problem),
+        list_m=problem.block_list[0] if problem.block_list else 0,
+        list_n=problem.block_list[1] if problem.block_list else 0,
     )
+    assert spec.list_m % spec.block_m == 0 and spec.list_n % spec.block_n == 0
+    return spec
+
+
+def reduction_of(config: BackwardConfig, problem: Problem, tensors: Tensors, dout: Tensor) -> str:
+    """Where this problem's dQ is added up: as the config says, if the problem allows it."""
+    if problem.deterministic or config.reduction != "tma":
+        return "none" if problem.deterministic else config.reduction
+    described = config.descriptors and _is_aligned(tensors, dout) and can_describe(problem)
+    dense = problem.layout_q is not Layout.PACKED
+    return "tma" if dense and described and problem.head_dim % 4 == 0 else "atomics"
 
 
 def pre_spec_of(problem: Problem, dout: Tensor) -> Spec:
@@ -132,6 +166,7 @@ def pre_spec_of(problem: Problem, dout: Tensor) -> Spec:
         foreign_rows=False,
         foreign_keys=False,
         has_group=False,
+        makes="",
         reduction="none",
         longest_last=False,
     )

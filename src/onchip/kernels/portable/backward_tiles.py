@@ -13,10 +13,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from onchip.kernels.portable import backward_arguments, masks
+from onchip.kernels.portable import backward_arguments, dropout, masks, mods
 from onchip.kernels.portable.masks import Band, Terms
 
 LOG2E = masks.LOG2E
+LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # log2 e less its float32
+LN2 = masks.LN2
 STATS_BLOCK = tl.constexpr(backward_arguments.STATS_BLOCK)
 
 
@@ -137,8 +139,9 @@ def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
 
 @triton.jit
 def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexpr):
-    """Logits before the mask (natural for float32, else base 2), and the softcap's derivative.
+    """Logits before the mask (natural for float32, else base 2), and what their gradient needs.
 
+    That is the softcap's derivative, and the natural logits that the user's function got.
     `rows` and `columns` broadcast to the tile, whichever way it lies.
     """
     scores = products * terms.scale
@@ -149,7 +152,21 @@ def _scores(products, rows, columns, terms: Terms, band: Band, SPEC: tl.constexp
         slope = 1.0 - bent * bent
     if SPEC.alibi_dim > 0:
         scores += masks.alibi(rows, columns, band.shift, terms.slope)
-    return scores, slope
+    natural = scores
+    if SPEC.functions.score is not None:
+        unit = 1.0 if SPEC.is_float32 else LOG2E
+        natural = scores * (1.0 / unit)
+        scores = mods.scored(natural, rows, columns, terms.context, SPEC) * unit
+    return scores, slope, natural
+
+
+@triton.jit
+def _exp(x):
+    """exp(x) without the rounding of x log2(e), which counts where |x| is large."""
+    product = x * LOG2E
+    rest = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -product) + x * LOG2E_REST
+    rest = tl.where(x > -1e30, rest, 0.0)  # -inf - -inf
+    return tl.exp2(product) * (1.0 + rest * LN2)
 
 
 @triton.jit
@@ -157,9 +174,9 @@ def _weights(scores, lse, seen, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """P, 0 where hidden."""
     exponent = scores - lse
     if SPEC.is_float32:
-        # Natural until here: scaling the small difference rounds less than scaling both sides.
-        exponent *= LOG2E
-    weights = tl.exp2(exponent)
+        weights = _exp(exponent)
+    else:
+        weights = tl.exp2(exponent)
     if MASKED:
         weights = tl.where(seen, weights, 0.0)
     return weights
@@ -167,10 +184,13 @@ def _weights(scores, lse, seen, MASKED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _score_gradient(
-    weights, products, delta, slope, seen, MASKED: tl.constexpr, SPEC: tl.constexpr
-):
-    """dS = P * (dP - D), through the softcap; 0 where hidden, whatever dP is."""
+    weights, products, delta, slope, natural, rows, columns, seen, terms: Terms,
+    MASKED: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """dS = P * (dP - D), through the user's function and the softcap; 0 where hidden."""
     gradient = weights * (products - delta)
+    if SPEC.functions.grad is not None:
+        gradient = mods.score_gradient(gradient, natural, rows, columns, terms.context, SPEC)
     if SPEC.has_softcap:
         gradient = gradient * slope
     if MASKED:
@@ -179,13 +199,16 @@ def _score_gradient(
 
 
 @triton.jit
-def _seen(rows, columns, band: Band, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Which pairs of a tile the mask lets through; None where it lets all."""
+def _seen(rows, columns, band: Band, terms: Terms, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Which pairs of a tile the mask lets through; True where it lets all."""
     if MASKED:
-        return masks.visible(
+        seen = masks.visible(
             rows, columns, band.seqlen_k, band.shift, band.first_key, band.left, band.right,
             SPEC.has_left, SPEC.has_right,
         )  # fmt: skip
+        if SPEC.hides_by_function:
+            seen &= mods.let_through(rows, columns, terms.context, SPEC)
+        return seen
     else:
         return True
 
@@ -213,30 +236,53 @@ def _walk_queries(
     dk, dv, k, v, column_start, start, stop, queries: Queries, dq_sum, band: Band, terms: Terms,
     SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows [start, stop), whole tiles, to a block's dK and dV. Tiles lie (BN, BM)."""
+    """Adds the rows [start, stop), whole tiles, to a block's dK and dV. Tiles lie (BN, BM).
+
+    With a block list, rows are counted along the list. One of the two stays as it is where
+    SPEC.makes says so.
+    """
     BM: tl.constexpr = SPEC.block_m
     CLEAN: tl.constexpr = SPEC.foreign_rows and MASKED
     columns = column_start + tl.arange(0, SPEC.block_n)[:, None]
-    for m in tl.range(start, stop, BM):
+    line = mods.list_line(terms.context, column_start, SPEC.list_n, SPEC.list_m)
+    for at in tl.range(start, stop, BM):
+        m = at
+        if SPEC.list_m > 0:
+            m = mods.listed(line, at, SPEC.list_m)
         index = m + tl.arange(0, BM)
         rows = index[None, :]
         q = load_tile(queries.q, m, queries.num_rows, BM, SPEC.dim, SPEC.width, CLEAN, SPEC)
         lse = _load_stats(queries.lse, queries, m, SPEC)
         products = tl.dot(k, tl.trans(q), input_precision=SPEC.precision)
-        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
-        seen = _seen(rows, columns, band, MASKED, SPEC)
+        scores, slope, natural = _scores(products, rows, columns, terms, band, SPEC)
+        seen = _seen(rows, columns, band, terms, MASKED, SPEC)
         weights = _weights(scores, lse[None, :], seen, MASKED, SPEC)
         dout = load_tile(
             queries.dout, m, queries.num_rows, BM, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC
         )
-        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=SPEC.precision)
-        delta = _load_stats(queries.delta, queries, m, SPEC)
-        products = tl.dot(v, tl.trans(dout), input_precision=SPEC.precision)
-        ds = _score_gradient(weights, products, delta[None, :], slope, seen, MASKED, SPEC)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=SPEC.precision)
-        if SPEC.reduction != "none":
-            _add_to_dq(ds, k, dq_sum, m, queries.num_rows, SPEC)
+        kept_weights = weights
+        if SPEC.has_dropout:  # dV's factor 1 / (1 - p) waits for the end
+            kept = dropout.kept(m, column_start, terms.context, BM, SPEC.block_n)
+            kept = tl.trans(kept)
+            kept_weights = tl.where(kept, weights, 0.0)
+        if SPEC.makes != "dk":
+            dv = tl.dot(kept_weights.to(dout.dtype), dout, dv, input_precision=SPEC.precision)
+        if SPEC.makes != "dv":
+            delta = _load_stats(queries.delta, queries, m, SPEC)
+            products = tl.dot(v, tl.trans(dout), input_precision=SPEC.precision)
+            if SPEC.has_dropout:
+                products = tl.where(kept, products * dropout.keep_scale(terms.context), 0.0)
+            if SPEC.functions.aux_grad is not None:
+                behind = weights * (products - delta[None, :])
+                mods.add_aux_gradients(behind, natural, rows, columns, terms.context, SPEC)
+            ds = _score_gradient(
+                weights, products, delta[None, :], slope, natural, rows, columns, seen, terms,
+                MASKED, SPEC,
+            )  # fmt: skip
+            ds = ds.to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=SPEC.precision)
+            if SPEC.reduction != "none":
+                _add_to_dq(ds, k, dq_sum, m, queries.num_rows, SPEC)
     return dk, dv
 
 
@@ -255,6 +301,13 @@ def walk_all_queries(
         column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
         SPEC.has_left, SPEC.has_right,
     )  # fmt: skip
+    if SPEC.list_m > 0:
+        start, stop = mods.listed_span(
+            terms.context, column_start, any_start, any_end, SPEC.list_n, SPEC.list_m, BM
+        )
+        return _walk_queries(
+            dk, dv, k, v, column_start, start, stop, queries, dq_sum, band, terms, SPEC, True
+        )
     all_start, all_end = masks.rows_seeing_all(
         column_start, column_end, queries.num_rows, band.shift, band.left, band.right,
         SPEC.has_left, SPEC.has_right,
@@ -263,6 +316,10 @@ def walk_all_queries(
         all_end = tl.where(all_end == queries.num_rows, tl.cdiv(all_end, BM) * BM, all_end)
     start = any_start // BM * BM
     stop = tl.maximum(start, tl.cdiv(any_end, BM) * BM)
+    if SPEC.in_one_walk:
+        return _walk_queries(
+            dk, dv, k, v, column_start, start, stop, queries, dq_sum, band, terms, SPEC, True
+        )
     full_start = start
     if SPEC.has_right:
         full_start = tl.minimum(tl.maximum(start, tl.cdiv(all_start, BM) * BM), stop)
@@ -285,22 +342,32 @@ def walk_all_queries(
 
 @triton.jit
 def _walk_keys(
-    dq, q, dout, lse, delta, rows, start, stop, keys: Rows, values: Rows, band: Band,
+    dq, q, dout, lse, delta, row_start, start, stop, keys: Rows, values: Rows, band: Band,
     terms: Terms, SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [start, stop), whole tiles, to a block's dQ. Tiles lie (BM, BN)."""
     BN: tl.constexpr = SPEC.block_n
     CLEAN: tl.constexpr = SPEC.foreign_keys and MASKED
-    for n in tl.range(start, stop, BN):
+    rows = row_start + tl.arange(0, SPEC.block_m)[:, None]
+    line = mods.list_line(terms.context, row_start, SPEC.list_m, SPEC.list_n)
+    for at in tl.range(start, stop, BN):
+        n = at
+        if SPEC.list_n > 0:
+            n = mods.listed(line, at, SPEC.list_n)
         columns = n + tl.arange(0, BN)[None, :]
         k = load_tile(keys, n, band.seqlen_k, BN, SPEC.dim, SPEC.width, CLEAN, SPEC)
         products = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
         v = load_tile(values, n, band.seqlen_k, BN, SPEC.dim_v, SPEC.width_v, CLEAN, SPEC)
         products_v = tl.dot(dout, tl.trans(v), input_precision=SPEC.precision)
-        scores, slope = _scores(products, rows, columns, terms, band, SPEC)
-        seen = _seen(rows, columns, band, MASKED, SPEC)
+        if SPEC.has_dropout:
+            kept = dropout.kept(row_start, n, terms.context, SPEC.block_m, BN)
+            products_v = tl.where(kept, products_v * dropout.keep_scale(terms.context), 0.0)
+        scores, slope, natural = _scores(products, rows, columns, terms, band, SPEC)
+        seen = _seen(rows, columns, band, terms, MASKED, SPEC)
         weights = _weights(scores, lse, seen, MASKED, SPEC)
-        ds = _score_gradient(weights, products_v, delta, slope, seen, MASKED, SPEC)
+        ds = _score_gradient(
+            weights, products_v, delta, slope, natural, rows, columns, seen, terms, MASKED, SPEC
+        )
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
     return dq
 
@@ -315,7 +382,11 @@ def walk_all_keys(
     BN: tl.constexpr = SPEC.block_n
     WIDTH: tl.constexpr = SPEC.width
     dq = tl.zeros([BM, WIDTH], tl.float32)
-    rows = row_start + tl.arange(0, BM)[:, None]
+    if SPEC.in_one_walk:
+        start, stop = mods.keys_to_walk(row_start, row_end, band, terms, SPEC)
+        return _walk_keys(
+            dq, q, dout, lse, delta, row_start, start, stop, keys, values, band, terms, SPEC, True
+        )
     any_start, any_end = masks.keys_seen_by_any(
         row_start, row_end, *band, SPEC.has_left, SPEC.has_right
     )
@@ -327,15 +398,18 @@ def walk_all_keys(
         start = full_start
         full_start = tl.minimum(tl.cdiv(all_start, BN), tl.cdiv(any_end, BN)) * BN
         dq = _walk_keys(
-            dq, q, dout, lse, delta, rows, start, full_start, keys, values, band, terms, SPEC, True
-        )
+            dq, q, dout, lse, delta, row_start, start, full_start, keys, values, band, terms,
+            SPEC, True,
+        )  # fmt: skip
     full_end = tl.maximum(full_start, all_end // BN * BN)
     dq = _walk_keys(
-        dq, q, dout, lse, delta, rows, full_start, full_end, keys, values, band, terms, SPEC, False
-    )
+        dq, q, dout, lse, delta, row_start, full_start, full_end, keys, values, band, terms,
+        SPEC, False,
+    )  # fmt: skip
     return _walk_keys(
-        dq, q, dout, lse, delta, rows, full_end, any_end, keys, values, band, terms, SPEC, True
-    )
+        dq, q, dout, lse, delta, row_start, full_end, any_end, keys, values, band, terms,
+        SPEC, True,
+    )  # fmt: skip
 
 
 @triton.jit

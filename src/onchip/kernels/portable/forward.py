@@ -13,8 +13,11 @@ Memory: q, out (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D), (T_k, H_kv
 last one 1. Head dimensions are padded to a power of two by masks, never by copies. Lengths,
 strides and the window's size are run-time values: a change of them compiles nothing.
 
-It does not do: split keys (decode), dropout, user score functions, quantised keys. Whatever
-changes a logit belongs in `_logits`, whatever hides one in `_masked`.
+Dropout leaves out some of P after the denominator has summed all of it. User functions change
+and hide logits; a block list replaces the three walks by one over the tiles that it names.
+
+It does not do: split keys (decode), quantised keys. Whatever changes a logit belongs in
+`logits`, whatever hides one in `masked` (both in forward_tiles.py).
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, N page size, BM / BN rows and columns of a tile, m / l running maximum
@@ -30,7 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.kernels.portable import masks
+from onchip import env
+from onchip.kernels.launcher import Launch
+from onchip.kernels.portable import dropout, masks, mods
 from onchip.kernels.portable.arguments import (
     Lengths,
     lengths_of,
@@ -38,27 +43,24 @@ from onchip.kernels.portable.arguments import (
     sources_of,
     spec_of,
 )
-from onchip.kernels.portable.config import Config, choose_forward
+from onchip.kernels.portable.config import Config, choose_forward, forward_candidates
+from onchip.kernels.portable.context import context_of
+from onchip.kernels.portable.extras import extras_of
+from onchip.kernels.portable.forward_tiles import (
+    Rows,
+    inside,
+    is_finite,
+    load_tile,
+    logits,
+    masked,
+    rows_of,
+)
 from onchip.kernels.portable.masks import Band, Terms
+from onchip.kernels.portable.resolved import Resolved, keep, kept, signature
 from onchip.problem import Layout, Problem, Tensors
 
 LN2 = masks.LN2
 LOG2E = masks.LOG2E
-
-
-class Rows(NamedTuple):
-    """Where one head's rows of q, k or v of one sequence lie.
-
-    Behind a descriptor they are found by coordinates, else by pointer and strides.
-    """
-
-    source: object  # descriptor, or pointer to the sequence's first row (its head's first page)
-    batch: object
-    head: object
-    first: object
-    stride_row: object
-    stride_page: object
-    table: object  # pointer to the sequence's row of block_table, 0 when not paged
 
 
 class Stats(NamedTuple):
@@ -89,141 +91,55 @@ def _locate(num_blocks, num_sequences, num_heads, heads_per_group, SPEC: tl.cons
 
 
 @triton.jit
-def _rows_of(
-    source, batch, head, first, stride_batch, stride_row, stride_head, table,
-    SPEC: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """`Rows` of one head of one sequence; offsets are 64-bit from here on."""
-    row = stride_row * SPEC.vector
-    page = stride_batch * SPEC.vector
-    if not SPEC.described:
-        source += head * (stride_head * SPEC.vector) + tl.cast(first, tl.int64) * row
-        if not PAGED:
-            source += batch * page
-    return Rows(source, batch, head, first, row, page, table)
-
-
-@triton.jit
-def _inside(index, first, limit, SPEC: tl.constexpr):
-    """Which rows of memory hold the sequence's own data."""
-    if SPEC.has_first:
-        return (index >= first) & (index < limit)
-    else:
-        return index < limit
-
-
-@triton.jit
-def _load_tile(
-    rows: Rows, start, first, limit, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPEC: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK, WIDTH) of q, k or v from row `start` on.
-
-    Columns past D are 0; so are, if MASKED, rows outside [first, limit). A descriptor gives 0
-    outside of the whole tensor only, and other sequences' rows as they are.
-    """
-    index = start + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH)
-    if SPEC.described:
-        tile = rows.source.load([rows.batch, rows.head, rows.first + start, 0])
-        return tile.reshape(BLOCK, WIDTH)
-    else:
-        if not PAGED:
-            base = rows.source + tl.cast(start, tl.int64) * rows.stride_row
-            offsets = tl.arange(0, BLOCK) * rows.stride_row
-        else:
-            base = rows.source
-            seen = _inside(index, first, limit, SPEC)
-            pages = tl.load(rows.table + index // SPEC.page_size, mask=seen, other=0)
-            offsets = pages * rows.stride_page + (index % SPEC.page_size) * rows.stride_row
-        pointers = base + offsets[:, None] + columns[None, :]
-        if MASKED and DIM < WIDTH:
-            seen = _inside(index, first, limit, SPEC)[:, None] & (columns < DIM)[None, :]
-            return tl.load(pointers, mask=seen, other=0.0)
-        elif MASKED:
-            return tl.load(pointers, mask=_inside(index, first, limit, SPEC)[:, None], other=0.0)
-        elif DIM < WIDTH:
-            return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
-        else:
-            return tl.load(pointers)
-
-
-@triton.jit
-def _logits(products, row_start, start, terms: Terms, band: Band, SPEC: tl.constexpr):
-    """Base 2 logits of a tile from Q K^T, before the mask: scale, softcap, ALiBi."""
-    scores = products * terms.scale
-    if SPEC.has_softcap:
-        scores = terms.softcap * masks.tanh(scores, SPEC.is_float32)
-    if SPEC.alibi_dim > 0:
-        rows = row_start + tl.arange(0, SPEC.block_m)
-        columns = start + tl.arange(0, SPEC.block_n)
-        scores += masks.alibi(rows[:, None], columns[None, :], band.shift, terms.slope)
-    return scores
-
-
-@triton.jit
-def _masked(scores, row_start, start, band: Band, SPEC: tl.constexpr):
-    """-inf where the row does not see the key."""
-    seen = masks.visible(
-        row_start + tl.arange(0, SPEC.block_m)[:, None],
-        start + tl.arange(0, SPEC.block_n)[None, :],
-        band.seqlen_k,
-        band.shift,
-        band.first_key,
-        band.left,
-        band.right,
-        SPEC.has_left,
-        SPEC.has_right,
-    )
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit
 def _walk(
     stats: Stats, q, row_start, start, stop, keys: Rows, values: Rows, band: Band, terms: Terms,
     SPEC: tl.constexpr, MASKED: tl.constexpr, SCRUBBED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [start, stop), whole tiles, to the statistics of the rows.
 
-    MASKED hides what the rows do not see, SCRUBBED takes values that are not finite for 0.
+    MASKED hides what the rows do not see, SCRUBBED takes values that are not finite for 0. With
+    a block list, keys are counted along the list.
     """
     acc, maximum, denominator = stats.acc, stats.maximum, stats.denominator
     first, limit = band.first_key, band.seqlen_k
     PAGED: tl.constexpr = SPEC.page_size > 0
     factor = terms.scale if SPEC.fold_scale else 1.0
-    for n in tl.range(start, stop, SPEC.block_n, num_stages=1 if SCRUBBED else None):
-        k = _load_tile(
+    line = mods.list_line(terms.context, row_start, SPEC.list_m, SPEC.list_n)
+    for at in tl.range(start, stop, SPEC.block_n, num_stages=1 if SCRUBBED else None):
+        n = at
+        if SPEC.list_n > 0:
+            n = mods.listed(line, at, SPEC.list_n)
+        k = load_tile(
             keys, n, first, limit, SPEC.block_n, SPEC.dim, SPEC.width, SPEC, PAGED, MASKED
         )
         scores = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)  # (BM, BN)
         if not SPEC.fold_scale:
-            scores = _logits(scores, row_start, n, terms, band, SPEC)
+            scores = logits(scores, row_start, n, terms, band, SPEC)
         if MASKED:
-            scores = _masked(scores, row_start, n, band, SPEC)
+            scores = masked(scores, row_start, n, band, terms, SPEC)
         maximum_now = tl.maximum(maximum, tl.max(scores, 1) * factor)
         base = maximum_now
-        if MASKED:  # a row that saw nothing so far would subtract -inf from -inf
+        # A row that saw nothing so far would subtract -inf from -inf.
+        if MASKED or SPEC.functions.score is not None:
             base = tl.where(maximum_now == float("-inf"), 0.0, maximum_now)
         weights = tl.exp2(scores * factor - base[:, None])
         rescale = tl.exp2(maximum - base)
         maximum = maximum_now
         denominator = denominator * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
-        v = _load_tile(
+        if SPEC.has_dropout:
+            kept = dropout.kept(row_start, n, terms.context, SPEC.block_m, SPEC.block_n)
+            weights = tl.where(kept, weights, 0.0)
+        v = load_tile(
             values, n, first, limit, SPEC.block_n, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, MASKED
         )
         if MASKED and SPEC.has_foreign:  # 0 * NaN would leak
             index = n + tl.arange(0, SPEC.block_n)
-            v = tl.where(_inside(index, first, limit, SPEC)[:, None], v, 0.0)
+            v = tl.where(inside(index, first, limit, SPEC)[:, None], v, 0.0)
         if SCRUBBED:
-            v = tl.where(_is_finite(v), v, 0.0)
+            v = tl.where(is_finite(v), v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SPEC.precision)
     return Stats(acc, maximum, denominator)
-
-
-@triton.jit
-def _is_finite(x):
-    return tl.abs(x.to(tl.float32)) < float("inf")
 
 
 @triton.jit
@@ -251,6 +167,10 @@ def _attend(
 ):
     """Statistics of the rows over all the keys that they see, in up to three walks."""
     BN: tl.constexpr = SPEC.block_n
+    if SPEC.in_one_walk:
+        start, end = mods.keys_to_walk(row_start, row_end, band, terms, SPEC)
+        return _walk(_nothing(SPEC), q, row_start, start, end, keys, values, band, terms,
+                     SPEC, True, False)  # fmt: skip
     any_start, any_end = masks.keys_seen_by_any(
         row_start, row_end, *band, SPEC.has_left, SPEC.has_right
     )
@@ -276,8 +196,7 @@ def _attend_finite(
     q, row_start, row_end, keys: Rows, values: Rows, band: Band, terms: Terms, SPEC: tl.constexpr
 ):
     """`_attend` where values that are not finite count as 0, in one walk."""
-    start, end = masks.keys_seen_by_any(row_start, row_end, *band, SPEC.has_left, SPEC.has_right)
-    start = start // SPEC.block_n * SPEC.block_n
+    start, end = mods.keys_to_walk(row_start, row_end, band, terms, SPEC)
     return _walk(_nothing(SPEC), q, row_start, start, end, keys, values, band, terms,
                  SPEC, True, True)  # fmt: skip
 
@@ -293,11 +212,15 @@ def _with_sink(stats: Stats, sink):
 
 
 @triton.jit
-def _store(stats: Stats, out, lse, rows, num_rows, stride_row, SPEC: tl.constexpr):
+def _store(
+    stats: Stats, out, lse, rows, num_rows, stride_row, terms: Terms, SPEC: tl.constexpr
+):  # fmt: skip
     """Divides and writes; a row without keys has denominator 0: output 0, LSE -inf."""
     columns = tl.arange(0, SPEC.width_v)
     inside = rows < num_rows
     inverse = tl.where(stats.denominator == 0.0, 0.0, 1.0 / stats.denominator)
+    if SPEC.has_dropout:
+        inverse *= dropout.keep_scale(terms.context)
     result = (stats.acc * inverse[:, None]).to(out.dtype.element_ty)
     pointers = out + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
     if SPEC.dim_v < SPEC.width_v:
@@ -320,7 +243,7 @@ def _add_value(out, rows, seen, stride_row, values: Rows, j, SPEC: tl.constexpr)
     for column in tl.range(0, SPEC.width_v, CHUNK, num_stages=1):
         columns = column + tl.arange(0, CHUNK)
         value = tl.load(source + columns, mask=columns < SPEC.dim_v, other=0.0).to(tl.float32)
-        counts = seen[:, None] & (~_is_finite(value))[None, :]
+        counts = seen[:, None] & (~is_finite(value))[None, :]
         pointers = out + tl.cast(rows, tl.int64)[:, None] * stride_row + columns[None, :]
         sums = tl.load(pointers, mask=counts, other=0.0).to(tl.float32) + value[None, :]
         tl.store(pointers, sums.to(out.dtype.element_ty), mask=counts)
@@ -328,7 +251,7 @@ def _add_value(out, rows, seen, stride_row, values: Rows, j, SPEC: tl.constexpr)
 
 @triton.jit
 def _add_nonfinite(
-    out, rows, num_rows, stride_row, row_start, row_end, values: Rows, band: Band,
+    out, rows, num_rows, stride_row, row_start, row_end, values: Rows, band: Band, terms: Terms,
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """Adds every value that is not finite to the stored outputs of the rows that see it."""
@@ -338,11 +261,13 @@ def _add_nonfinite(
     start, end = masks.keys_seen_by_any(row_start, row_end, *band, SPEC.has_left, SPEC.has_right)
     tl.debug_barrier()  # other threads stored what is loaded here
     for n in tl.range(start // BN * BN, end, BN, num_stages=1):
-        v = _load_tile(values, n, first, limit, BN, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, True)
-        if tl.max(tl.max((~_is_finite(v)).to(tl.int32), 1), 0) > 0:
+        v = load_tile(values, n, first, limit, BN, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, True)
+        if tl.max(tl.max((~is_finite(v)).to(tl.int32), 1), 0) > 0:
             for j in tl.range(tl.maximum(n, start), tl.minimum(n + BN, end), num_stages=1):
                 seen = masks.visible(rows, j, limit, band.shift, first, band.left, band.right,
                                      SPEC.has_left, SPEC.has_right)  # fmt: skip
+                if SPEC.hides_by_function:
+                    seen &= mods.let_through(rows, j, terms.context, SPEC)
                 _add_value(out, rows, seen & (rows < num_rows), stride_row, values, j, SPEC)
 
 
@@ -357,7 +282,7 @@ _NUMBERS = (
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attn_fwd_portable(
-    q, k, v, k_pointer, v_pointer, out, lse, lengths: Lengths, alibi_slopes, sinks,
+    q, k, v, k_pointer, v_pointer, out, lse, lengths: Lengths, alibi_slopes, sinks, extras,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_table: tl.int64,
@@ -380,11 +305,11 @@ def attn_fwd_portable(
         table = lengths.block_table + batch * stride_table
         k_start = 0
     place = 0 if SPEC.packed_q else batch
-    queries = _rows_of(q, place, head, q_start, stride_qb, stride_qs, stride_qh, 0, SPEC, False)
+    queries = rows_of(q, place, head, q_start, stride_qb, stride_qs, stride_qh, 0, SPEC, False)
     kv_head = head // group
     PAGED: tl.constexpr = SPEC.page_size > 0
-    keys = _rows_of(k, place, kv_head, k_start, stride_kb, stride_ks, stride_kh, table, SPEC, PAGED)
-    values = _rows_of(
+    keys = rows_of(k, place, kv_head, k_start, stride_kb, stride_ks, stride_kh, table, SPEC, PAGED)
+    values = rows_of(
         v, place, kv_head, k_start, stride_vb, stride_vs, stride_vh, table, SPEC, PAGED
     )
 
@@ -392,9 +317,12 @@ def attn_fwd_portable(
     if SPEC.alibi_dim > 0:
         slope = masks.alibi_slope(alibi_slopes, batch, head, num_heads, SPEC.alibi_dim == 2)
         slope *= LOG2E
-    terms = Terms(scale, softcap, slope)
+    context = None
+    if extras is not None:
+        context = context_of(batch, head, num_heads, num_rows, length_k, extras, SPEC.has_dropout)
+    terms = Terms(scale, softcap, slope, context)
     band = Band(length_k, length_k - num_rows, first_key, left, right)
-    tile = _load_tile(
+    tile = load_tile(
         queries, row_start, 0, num_rows, SPEC.block_m, SPEC.dim, SPEC.width, SPEC, False, True
     )
     row_end = tl.minimum(row_start + SPEC.block_m, num_rows)
@@ -412,24 +340,24 @@ def attn_fwd_portable(
         lse += (first_row * num_heads) + tl.cast(head, tl.int64) * seqlen_q
     out += first_row * stride_out + head * SPEC.dim_v
     rows = row_start + tl.arange(0, SPEC.block_m)
-    leak = _has_leak(stats) if SPEC.has_left or SPEC.has_right else False
-    _store(stats, out, lse, rows, num_rows, stride_out, SPEC)
+    leak = _has_leak(stats) if SPEC.hides else False
+    _store(stats, out, lse, rows, num_rows, stride_out, terms, SPEC)
 
     # A tile that the mask crosses multiplies hidden values by 0, and 0 * NaN is NaN. To look
     # for that in every tile would cost time always; one look at the result costs next to none.
-    if SPEC.has_left or SPEC.has_right:
+    if SPEC.hides:
         CAREFUL: tl.constexpr = SPEC.careful
         if leak:
-            k_rows = _rows_of(k_pointer, place, kv_head, k_start, stride_kb, stride_ks, stride_kh,
+            k_rows = rows_of(k_pointer, place, kv_head, k_start, stride_kb, stride_ks, stride_kh,
                               table, CAREFUL, PAGED)  # fmt: skip
-            v_rows = _rows_of(v_pointer, place, kv_head, k_start, stride_vb, stride_vs, stride_vh,
+            v_rows = rows_of(v_pointer, place, kv_head, k_start, stride_vb, stride_vs, stride_vh,
                               table, CAREFUL, PAGED)  # fmt: skip
             again = _attend_finite(tile, row_start, row_end, k_rows, v_rows, band, terms, CAREFUL)
             if sinks is not None:
                 again = _with_sink(again, sink)
-            _store(again, out, lse, rows, num_rows, stride_out, SPEC)
+            _store(again, out, lse, rows, num_rows, stride_out, terms, SPEC)
             _add_nonfinite(out, rows, num_rows, stride_out, row_start, row_end, v_rows, band,
-                           CAREFUL)  # fmt: skip
+                           terms, CAREFUL)  # fmt: skip
 
 
 def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -443,39 +371,72 @@ def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
         out (B, S_q, H, D_v) or (T_q, H, D_v) and lse (B, H, S_q) or (H, T_q) float32, both
         contiguous and written in every element.
     """
-    return launch_with(choose_forward(problem), problem, tensors)
+    return launch_with(None, problem, tensors)
 
 
-def launch_with(config: Config, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """`launch` with a given config: for the tuner and the tests."""
-    q = tensors.q
+def launch_with(config: Config | None, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """`launch` with a given config, or the chosen one: for the tuner and the tests."""
+    q, k, v = tensors.q, tensors.k, tensors.v
     packed = problem.layout_q is Layout.PACKED
     out = q.new_empty(*q.shape[:-1], problem.head_dim_v)
     rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
     lse = q.new_empty(*rows[:-1], problem.num_heads, rows[-1], dtype=torch.float32)
-    num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
-    grid = (num_blocks * problem.batch * problem.num_heads,)
-    if out.numel() == 0 or grid[0] == 0:
+    if out.numel() == 0 or problem.seqlen_q == 0:
         return out, lse
+    extras = extras_of(problem, tensors)
+    key = None
+    if extras is None:
+        key = signature("forward", config, problem, tensors)
+    found = kept(key)
+    resolved = found or _resolve(config or _choose(problem, tensors), problem, tensors)
+    resolved.launch(
+        *resolved.sources(q, k, v),
+        k,
+        v,
+        out,
+        lse,
+        lengths_of(tensors),
+        tensors.alibi_slopes,
+        tensors.sinks,
+        extras,
+        *resolved.numbers,
+        resolved.spec,
+    )
+    if found is None:
+        keep(key, resolved)
+    return out, lse
+
+
+def _choose(problem: Problem, tensors: Tensors) -> Config:
+    """The table's config, or the tuner's under ONCHIP_AUTOTUNE=1."""
+    default = choose_forward(problem)
+    if not env.AUTOTUNE.get():
+        return default
+    from onchip.kernels.portable.tuning import tuned
+
+    return tuned(
+        problem,
+        default,
+        forward_candidates(problem),
+        lambda config: launch_with(config, problem, tensors),
+    )
+
+
+def _resolve(config: Config, problem: Problem, tensors: Tensors) -> Resolved:
     spec = spec_of(config, problem, tensors)
+    sources = sources_of(config, spec, tensors)
+    num_blocks = triton.cdiv(problem.seqlen_q, config.block_m)
     # Pages of 2-byte aligned rows gave wrong results with pipelined loads (H200, triton 3.6,
     # 2026-11-29), most likely ids that were read before they had arrived.
     stages = 1 if spec.page_size and spec.vector == 1 else config.num_stages
     options = {"maxnreg": config.max_registers} if config.max_registers else {}
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        attn_fwd_portable[grid](
-            *sources_of(config, spec, tensors),
-            tensors.k,
-            tensors.v,
-            out,
-            lse,
-            lengths_of(tensors),
-            tensors.alibi_slopes,
-            tensors.sinks,
-            *numbers_of(config, spec, problem, tensors),
-            SPEC=spec,
-            num_warps=config.num_warps,
-            num_stages=stages,
-            **options,
-        )
-    return out, lse
+    launch = Launch(
+        attn_fwd_portable,
+        (num_blocks * problem.batch * problem.num_heads,),
+        tensors.q.get_device(),
+        num_warps=config.num_warps,
+        num_stages=stages,
+        **options,
+    )
+    numbers = numbers_of(config, spec, problem, tensors)
+    return Resolved(problem, launch, sources, numbers, spec)

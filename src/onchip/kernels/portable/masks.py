@@ -36,6 +36,7 @@ class Terms(NamedTuple):
     scale: object  # scale * log2(e); with a softcap, scale / softcap
     softcap: object  # softcap * log2(e)
     slope: object  # ALiBi slope * log2(e)
+    context: object  # `Context` of dropout and user functions; None without them
 
 
 @triton.jit

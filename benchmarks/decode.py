@@ -1,0 +1,175 @@
+"""Times the decode against FlashAttention-3 where it is installed, and writes JSON.
+
+CUDA graphs of ten calls, replayed in interleaved rounds; medians. Host time is that of eager
+calls. Rows are those of the peers' table, pages of 1 and 8, several queries, unequal lengths,
+and a float8 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+import onchip
+
+CALLS_IN_GRAPH = 10
+
+
+class Row(NamedTuple):
+    """One shape; `lengths` of each sequence."""
+
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, ...]
+    page: int
+    seqlen_q: int = 1
+    float8: bool = False
+    name: str = ""
+
+
+def rows(quick: bool) -> list[Row]:
+    """The peers' 38 rows, then what they lack."""
+    shapes = [(1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 4096), (128, 8192), (32, 32768)]
+    found = []
+    for heads, kv_heads in ((32, 8),) if quick else ((32, 8), (32, 32), (64, 8)):
+        for batch, length in shapes:
+            if kv_heads == 32 and batch * length > 64 * 8192:
+                continue
+            found += [Row(heads, kv_heads, (length,) * batch, page) for page in (16, 256)]
+    found += [Row(32, 8, (4096,) * 64, page, name="page") for page in (1, 8)]
+    found += [Row(32, 8, (32768,), page, name="page") for page in (1, 8)]
+    generator = torch.Generator().manual_seed(0)
+    log_uniform = 128 * 256 ** torch.rand(64, generator=generator)
+    found.append(Row(32, 8, tuple(log_uniform.int().tolist()), 16, name="log-uniform"))
+    found.append(Row(32, 8, (1024,) * 63 + (131072,), 16, name="one long"))
+    found += [Row(32, 8, (16384,) * 8, 16, n, name="speculative") for n in (4, 8, 16)]
+    found.append(Row(32, 8, (8192,) * 64, 16, float8=True, name="float8"))
+    return found
+
+
+def calls_of(row: Row, flash) -> tuple[dict, int]:
+    """name -> call, and the bytes of K and V that count."""
+    batch, longest = len(row.lengths), max(row.lengths)
+    columns = -(-longest // row.page)
+    needed = [-(-n // row.page) for n in row.lengths]
+    shape = (sum(needed), row.page, row.kv_heads, 128)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    order = torch.randperm(sum(needed), device="cuda").int()
+    table = torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
+    start = 0
+    for b, count in enumerate(needed):
+        table[b, :count] = order[start : start + count]
+        start += count
+    lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, row.seqlen_q, row.heads, 128, device="cuda", dtype=torch.bfloat16)
+    extra = {}
+    if row.float8:
+        scale = torch.full((row.kv_heads,), 0.02, device="cuda")
+        extra = {"k_scale": scale, "v_scale": scale}
+        k, v = ((x / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
+
+    def ours():
+        return onchip.attention_with_kvcache(
+            q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **extra
+        )
+
+    def theirs():
+        return flash(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+
+    calls = {"onchip": ours}
+    if flash is not None and not row.float8:
+        calls["fa3"] = theirs
+    return calls, 2 * sum(row.lengths) * row.kv_heads * 128 * k.element_size()
+
+
+def host_us(call) -> float:
+    """Median host time of an eager call."""
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(5):
+            call()
+        times.append((time.perf_counter() - start) / 5 * 1e6)
+    return statistics.median(times)
+
+
+def graph_of(call) -> torch.cuda.CUDAGraph:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS_IN_GRAPH):
+            call()
+    graph.replay()
+    return graph
+
+
+def gpu_us(graphs: dict, num_rounds: int) -> dict[str, float]:
+    """Median time of a call of each graph, in interleaved rounds."""
+    times = {name: [] for name in graphs}
+    for _ in range(num_rounds):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / CALLS_IN_GRAPH * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(row: Row, flash, num_rounds: int) -> dict:
+    """One row's figures."""
+    calls, num_bytes = calls_of(row, flash)
+    graphs, host = {}, {}
+    for name, call in list(calls.items()):
+        try:
+            graphs[name], host[name] = graph_of(call), host_us(call)
+        except Exception as error:
+            if name == "onchip":
+                raise
+            print(f"{name}: {type(error).__name__} {str(error)[:100]}")
+    times = gpu_us(graphs, num_rounds)
+    found = row._asdict() | {"lengths": [len(row.lengths), max(row.lengths)], "bytes": num_bytes}
+    found |= {f"{name}_us": round(t, 2) for name, t in times.items()}
+    found |= {f"{name}_tbps": round(num_bytes / t / 1e6, 3) for name, t in times.items()}
+    return found | {f"{name}_host_us": round(t, 1) for name, t in host.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one head count, fewer rounds")
+    parser.add_argument("--out", help="JSON file to write")
+    options = parser.parse_args()
+    try:
+        from flash_attn_interface import flash_attn_with_kvcache as flash
+    except ImportError:
+        flash = None
+    results = []
+    for row in rows(options.quick):
+        try:
+            found = measure(row, flash, 7 if options.quick else 21)
+        except Exception as error:
+            print("FAILED", row._replace(lengths=()), type(error).__name__, str(error)[-200:])
+            continue
+        results.append(found)
+        ratio = found["fa3_us"] / found["onchip_us"] if "fa3_us" in found else 0
+        host = [found.get(f"{n}_host_us") for n in ("onchip", "fa3")]
+        ours = f"onchip {found['onchip_us']:8.1f} us {found['onchip_tbps']:.2f} TB/s"
+        theirs = f"fa3 {found.get('fa3_us', 0):8.1f} us, ratio {ratio:.2f}, host {host}"
+        shape = f"{row.heads}/{row.kv_heads} {found['lengths']} page {row.page} S_q {row.seqlen_q}"
+        print(f"{row.name or 'row':12} {shape} {ours} {theirs}", flush=True)
+        if options.out:
+            with open(options.out, "w") as file:
+                json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""The portable decode: a few queries a sequence over long keys, in plain Triton, in one launch.
+
+Method: the queries of a sequence (S_q <= 16) and the heads of one group are the rows of one
+program, so that K and V are read once for the whole group. The keys of a sequence are cut into
+pieces (split-KV, Dao et al. 2023, Flash-Decoding); each piece is walked tile by tile with the
+online softmax (Milakov and Gimelshein 2018). A sequence of one piece is finished at once. Of
+several pieces each stores its unnormalised output, maximum and denominator; the last one to
+arrive at a counter merges them in their order, and resets the counter for the next launch.
+
+In the narrow walk (few rows) tokens are the M side of the matrix products and rows the N side,
+whose least size is 8. The tokens of a tile are dealt to as many groups as there are warps; each
+keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
+once, at the end. The wide walk (more rows) has rows as M and one set of statistics.
+
+Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
+at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
+
+Memory: q, out (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or pages (P, N, H_kv, D)
+found through block_table; any strides with the last one 1; lse (B, H, S_q) or (H, T_q). Extra
+memory: 4 bytes x programs x rows x (D_v + 2), and a counter for each sequence and head of K.
+Float8 keys and values are multiplied as float16, which holds them exactly; each row of q is
+scaled by a power of two first, so that it fits too.
+
+It does not do: dropout, user score functions, gradients.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, P pages, N page size, BN keys of a tile, W groups of R = BN / W tokens,
+ROWS rows of a program, m / l running maximum and denominator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.kernels.launcher import Launch
+from onchip.kernels.portable import decode_workspace, masks
+from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
+from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec
+from onchip.kernels.portable.decode_tiles import (
+    LOWEST,
+    Keys,
+    Stats,
+    Terms,
+    attend,
+    merge_groups,
+    row_edges,
+)
+from onchip.kernels.portable.masks import LN2, LOG2E
+from onchip.problem import Layout, Problem, Tensors
+
+
+class Piece(NamedTuple):
+    """Which keys of which sequence a program walks."""
+
+    batch: object  # sequence
+    index: object  # piece of it
+    count: object  # pieces that it has
+    first_program: object  # program of its first piece
+
+
+@triton.jit
+def _tiles(length, num_queries, first, left, SPEC: tl.constexpr):
+    """First tile that any row of a sequence sees and how many follow; works on vectors too."""
+    BN: tl.constexpr = SPEC.block_n
+    start = length * 0
+    if SPEC.has_first:
+        start = tl.maximum(start, first)
+    if SPEC.has_left:
+        start = tl.maximum(start, length - num_queries - left)
+    tile = start // BN
+    return tile, tl.where(start < length, tl.cdiv(length, BN) - tile, 0)
+
+
+@triton.jit
+def _pieces(tiles, wanted, SPEC: tl.constexpr):
+    """Pieces that a sequence really gets, at least one."""
+    size = tl.maximum(tl.cdiv(tiles, tl.maximum(wanted, 1)), SPEC.min_tiles)
+    return tl.maximum(tl.cdiv(tiles, size), 1)
+
+
+@triton.jit
+def _num_queries(cu_seqlens_q, batch, seen, seqlen_q, SPEC: tl.constexpr):
+    if SPEC.packed_q:
+        start = tl.load(cu_seqlens_q + batch, mask=seen, other=0)
+        return tl.load(cu_seqlens_q + batch + 1, mask=seen, other=0) - start
+    else:
+        return seqlen_q
+
+
+@triton.jit
+def _all_tiles(
+    cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, SPEC: tl.constexpr
+):
+    """Tiles of every sequence, 0 past the last one."""
+    every = tl.arange(0, SPEC.batch_padded)
+    seen = every < num_sequences
+    lengths = tl.load(seqused_k + every, mask=seen, other=0)
+    first = 0
+    if SPEC.has_first:
+        first = tl.load(leftpad_k + every, mask=seen, other=0)
+    queries = _num_queries(cu_seqlens_q, every, seen, seqlen_q, SPEC)
+    _, tiles = _tiles(lengths, queries, first, left, SPEC)
+    return tl.where(seen, tiles, 0)
+
+
+@triton.jit
+def _locate(
+    cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, splits, num_sms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """This program's sequence, how its keys are cut, and tiles wanted a piece; see `Piece`.
+
+    Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about three for
+    each SM. A program finds its sequence from the running sum; those left over come last.
+    """
+    program = tl.program_id(1)
+    every = tl.arange(0, SPEC.batch_padded)
+    tiles = _all_tiles(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, SPEC)
+    total = tl.sum(tiles, 0)
+    unequal = tl.max(tiles, 0) * num_sequences * 4 > total * 5
+    work = tl.maximum(total * tl.num_programs(0), 1)
+    # tiles * num_sms * 3 would overflow at 2^31 only beyond 2^22 tiles of one sequence
+    wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * 3, work), splits)
+    counts = tl.where(every < num_sequences, _pieces(tiles, wanted, SPEC), 0)
+    ends = tl.cumsum(counts, 0)
+    batch = tl.sum((ends <= program).to(tl.int32), 0)
+    end = tl.min(tl.where(ends > program, ends, 2147483647), 0)
+    count = tl.sum(tl.where(every == batch, counts, 0), 0)
+    first = end - count
+    return Piece(batch, program - first, count, first)
+
+
+@triton.jit
+def _load_rows(
+    q, batch, q_start, kv_head, row, num_rows, stride_qb, stride_qs, stride_qh, SPEC: tl.constexpr
+):
+    """Rows of q, rows last in the narrow walk: (D, ROWS), and first in the wide one: (ROWS, D)."""
+    columns = tl.arange(0, SPEC.width)
+    head = kv_head * SPEC.group + row % SPEC.group
+    token = q_start + row // SPEC.group
+    place = batch * (stride_qb * SPEC.vector) + token.to(tl.int64) * (stride_qs * SPEC.vector)
+    place += head * (stride_qh * SPEC.vector)
+    if SPEC.groups == 0:
+        inside = (row < num_rows)[:, None] & (columns < SPEC.dim)[None, :]
+        return tl.load(q + place[:, None] + columns[None, :], mask=inside, other=0.0)
+    else:
+        inside = (row < num_rows)[None, :] & (columns < SPEC.dim)[:, None]
+        return tl.load(q + place[None, :] + columns[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _fit_float16(q, SPEC: tl.constexpr):
+    """q times a power of two for each row, so that its largest entry is near 1, and its inverse."""
+    axis: tl.constexpr = 1 if SPEC.groups == 0 else 0
+    top = tl.max(tl.abs(q.to(tl.float32)), axis)
+    exponent = tl.where(top > 0.0, tl.floor(tl.log2(tl.maximum(top, 1e-30))), 0.0)
+    shrink = tl.exp2(-exponent)
+    return (q.to(tl.float32) * tl.expand_dims(shrink, axis)).to(tl.float16), tl.exp2(exponent)
+
+
+@triton.jit
+def _finish(
+    stats: Stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads, seqlen_q,
+    tokens_q, v_factor, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Adds the sink, divides and writes. `stats.acc` is (ROWS, D_v), or (D_v, ROWS) if narrow."""
+    head = kv_head * SPEC.group + row % SPEC.group
+    query = row // SPEC.group
+    inside = row < num_rows
+    maximum, denominator, acc = stats.maximum, stats.denominator, stats.acc
+    axis: tl.constexpr = 1 if SPEC.groups == 0 else 0
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
+        top = tl.maximum(maximum, sink)
+        rescale = tl.exp2(maximum - top)
+        denominator = denominator * rescale + tl.exp2(sink - top)
+        acc = acc * tl.expand_dims(rescale, axis)
+        maximum = top
+    inverse = tl.where(denominator == 0.0, 0.0, v_factor / denominator)
+    result = (acc * tl.expand_dims(inverse, axis)).to(out.dtype.element_ty)
+    token = (q_start + query).to(tl.int64)
+    if not SPEC.packed_q:
+        token += batch * seqlen_q
+    place = (token * num_heads + head) * SPEC.dim_v
+    columns = tl.arange(0, SPEC.width_v)
+    fits = columns < SPEC.dim_v
+    if SPEC.groups == 0:
+        pointers, seen = place[:, None] + columns[None, :], inside[:, None] & fits[None, :]
+    else:
+        pointers, seen = place[None, :] + columns[:, None], inside[None, :] & fits[:, None]
+    tl.store(out + pointers, result, mask=seen)
+    if SPEC.packed_q:
+        at = head * tokens_q + q_start + query
+    else:
+        at = (batch * num_heads + head) * seqlen_q + query
+    result = tl.where(denominator == 0.0, float("-inf"), (maximum + tl.log2(denominator)) * LN2)
+    tl.store(lse + at, result, mask=inside)
+
+
+@triton.jit
+def _put_aside(stats: Stats, partial_out, partial_stats, place, SPEC: tl.constexpr):
+    """Stores a piece's statistics as number `place`."""
+    row = tl.arange(0, SPEC.rows)
+    columns = tl.arange(0, SPEC.width_v)
+    seen = row < SPEC.kept
+    at = place * SPEC.kept + row
+    if SPEC.groups == 0:
+        pointers = at[:, None] * SPEC.width_v + columns[None, :]
+        tl.store(partial_out + pointers, stats.acc, mask=seen[:, None])
+    else:
+        pointers = at[None, :] * SPEC.width_v + columns[:, None]
+        tl.store(partial_out + pointers, stats.acc, mask=seen[None, :])
+    tl.store(partial_stats + at * 2, stats.maximum, mask=seen)
+    tl.store(partial_stats + at * 2 + 1, stats.denominator, mask=seen)
+
+
+@triton.jit
+def _merged(partial_out, partial_stats, place, count, SPEC: tl.constexpr):
+    """Statistics of `count` pieces from number `place` on, as (kept * D_v), (kept,), (kept,).
+
+    Rows and columns are one dimension, which covers all threads: a sum over pieces stays
+    inside a thread. Their order is that of the keys, so the result does not depend on time.
+    """
+    KEPT: tl.constexpr = SPEC.kept
+    WIDTH_V: tl.constexpr = SPEC.width_v
+    SIZE: tl.constexpr = SPEC.kept * SPEC.width_v
+    AT_ONCE: tl.constexpr = 8192 // SIZE if SIZE < 8192 else 1
+    row = tl.arange(0, KEPT)
+    piece = tl.arange(0, AT_ONCE)[:, None]
+    entry = tl.arange(0, SIZE)[None, :]
+    maximum = tl.full([KEPT], LOWEST, tl.float32)
+    denominator = tl.zeros([KEPT], tl.float32)
+    acc = tl.zeros([SIZE], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        seen = start + piece < count
+        first = place + start + piece
+        outs = tl.load(partial_out + first * SIZE + entry, mask=seen, other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        at = (first * KEPT + row[None, :]) * 2
+        tops = tl.load(partial_stats + at, mask=seen, other=LOWEST, cache_modifier=".cg")
+        sums = tl.load(partial_stats + at + 1, mask=seen, other=0.0, cache_modifier=".cg")
+        now = tl.maximum(maximum, tl.max(tops, 0))
+        rescale = tl.exp2(maximum - now)
+        weights = tl.exp2(tops - now[None, :])
+        denominator = denominator * rescale + tl.sum(sums * weights, 0)
+        wide = tl.broadcast_to(rescale[:, None], [KEPT, WIDTH_V])
+        acc = acc * tl.reshape(wide, [SIZE])
+        wide = tl.broadcast_to(weights[:, :, None], [AT_ONCE, KEPT, WIDTH_V])
+        acc += tl.sum(outs * tl.reshape(wide, [AT_ONCE, SIZE]), 0)
+        maximum = now
+    return acc, maximum, denominator
+
+
+@triton.jit
+def _finish_merged(
+    acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head, row_start, num_rows,
+    num_heads, seqlen_q, tokens_q, v_factor, SPEC: tl.constexpr,
+):  # fmt: skip
+    """`_finish` of what `_merged` returns."""
+    KEPT: tl.constexpr = SPEC.kept
+    WIDTH_V: tl.constexpr = SPEC.width_v
+    SIZE: tl.constexpr = SPEC.kept * SPEC.width_v
+    row = row_start + tl.arange(0, KEPT)
+    head = kv_head * SPEC.group + row % SPEC.group
+    inside = row < num_rows
+    rescale = tl.full([KEPT], 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
+        top = tl.maximum(maximum, sink)
+        rescale = tl.exp2(maximum - top)
+        denominator = denominator * rescale + tl.exp2(sink - top)
+        maximum = top
+    inverse = tl.where(denominator == 0.0, 0.0, v_factor * rescale / denominator)
+    wide = tl.broadcast_to(inverse[:, None], [KEPT, WIDTH_V])
+    result = (acc * tl.reshape(wide, [SIZE])).to(out.dtype.element_ty)
+    entry = tl.arange(0, SIZE)
+    entry_row = row_start + entry // SPEC.width_v
+    column = entry % SPEC.width_v
+    token = (q_start + entry_row // SPEC.group).to(tl.int64)
+    if not SPEC.packed_q:
+        token += batch * seqlen_q
+    place = (token * num_heads + kv_head * SPEC.group + entry_row % SPEC.group) * SPEC.dim_v
+    tl.store(out + place + column, result, mask=(entry_row < num_rows) & (column < SPEC.dim_v))
+    query = row // SPEC.group
+    if SPEC.packed_q:
+        at = head * tokens_q + q_start + query
+    else:
+        at = (batch * num_heads + head) * seqlen_q + query
+    result = tl.where(denominator == 0.0, float("-inf"), (maximum + tl.log2(denominator)) * LN2)
+    tl.store(lse + at, result, mask=inside)
+
+
+# Triton specialises numbers inside tuples, whatever it is told; to compile once for all
+# lengths and strides, the numbers must be parameters of their own. Hence so many.
+_NUMBERS = (
+    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
+    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
+).split()
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attn_decode_portable(
+    q, k, v, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
+    k_scale, v_scale, partial_out, partial_stats, counters,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_table: tl.int64,
+    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, splits, left, right,
+    scale: tl.float32, softcap: tl.float32, num_sms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """One program: the rows of one head of K and row block against a piece of a sequence."""
+    unit = tl.program_id(0)
+    kv_head, row_start = unit // SPEC.row_blocks, (unit % SPEC.row_blocks) * SPEC.rows
+    if SPEC.batch_padded == 1:
+        program = tl.program_id(1)
+        batch = program // splits
+        piece = Piece(batch, program % splits, splits, batch * splits)
+    else:
+        piece = _locate(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, splits,
+                        num_sms, SPEC)  # fmt: skip
+        if piece.batch >= num_sequences:
+            return
+    batch = piece.batch.to(tl.int64)
+    _, length, first_key = masks.key_span(None, seqused_k, leftpad_k, batch, seqlen_k)
+    q_start = 0
+    num_queries = seqlen_q
+    if SPEC.packed_q:
+        q_start, num_queries = masks.query_span(cu_seqlens_q, batch, seqlen_q)
+    first_tile, tiles = _tiles(length, num_queries, first_key, left, SPEC)
+    count = piece.count
+    if SPEC.batch_padded == 1:
+        count = _pieces(tiles, splits, SPEC)
+        if piece.index >= count:
+            return
+    size = tl.cdiv(tiles, count)
+    start = first_tile + piece.index * size
+    stop = tl.minimum(start + size, first_tile + tiles)
+
+    row = row_start + tl.arange(0, SPEC.rows)
+    num_rows = num_queries * SPEC.group
+    queries = _load_rows(q, batch, q_start, kv_head, row, num_rows, stride_qb, stride_qs,
+                         stride_qh, SPEC)  # fmt: skip
+    factor = scale
+    v_factor = 1.0
+    if k_scale is not None:
+        factor *= tl.load(k_scale + kv_head)
+    if v_scale is not None:
+        v_factor = tl.load(v_scale + kv_head)
+    row_factor = factor
+    if SPEC.is_float8:
+        queries, unshrink = _fit_float16(queries, SPEC)
+        row_factor = factor * unshrink
+    slope = 0.0
+    if SPEC.alibi_dim > 0:
+        head = kv_head * SPEC.group + row % SPEC.group
+        slopes = alibi_slopes + (batch * num_heads if SPEC.alibi_dim == 2 else 0)
+        slope = tl.load(slopes + head, mask=row < num_rows, other=0.0) * LOG2E
+    edges = row_edges(row // SPEC.group, length, num_queries, first_key, left, right, SPEC)
+    table = block_table
+    if block_table is not None:
+        table = block_table + batch * stride_table
+    keys = Keys(k + kv_head * (stride_kh * SPEC.vector), stride_kb, stride_ks)
+    values = Keys(v + kv_head * (stride_vh * SPEC.vector), stride_vb, stride_vs)
+    stats = attend(queries, keys, values, table, batch, start, stop, edges,
+                   Terms(row_factor, softcap, slope), SPEC)  # fmt: skip
+    if SPEC.groups > 0:
+        stats = merge_groups(stats)
+    if not SPEC.merges or count == 1:
+        _finish(stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads,
+                seqlen_q, tokens_q, v_factor, SPEC)  # fmt: skip
+    if SPEC.merges:  # noqa: SIM102 (one is decided by the compiler, one at run time)
+        if count > 1:
+            base = tl.cast(unit, tl.int64) * tl.num_programs(1) + piece.first_program
+            _put_aside(stats, partial_out, partial_stats, base + piece.index, SPEC)
+            tl.debug_barrier()  # all threads' stores come before the one thread's count
+            counter = counters + batch * tl.num_programs(0) + unit
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                acc, maximum, denominator = _merged(partial_out, partial_stats, base, count, SPEC)
+                _finish_merged(acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head,
+                               row_start, num_rows, num_heads, seqlen_q, tokens_q, v_factor,
+                               SPEC)  # fmt: skip
+                tl.store(counter, 0)
+
+
+def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Runs the decode with the config that `choose_decode` picks.
+
+    Args:
+        problem: what the call asks for.
+        tensors: its data; nothing here is written.
+
+    Returns:
+        out (B, S_q, H, D_v) or (T_q, H, D_v) and lse (B, H, S_q) or (H, T_q) float32, both
+        contiguous and written in every element.
+    """
+    return launch_with(None, problem, tensors)
+
+
+def launch_with(
+    config: DecodeConfig | None, problem: Problem, tensors: Tensors
+) -> tuple[Tensor, Tensor]:
+    """`launch` with a given config: for the tuner and the tests."""
+    q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.block_table
+    # Beside the problem, what the plan depends on: where rows lie and how they are aligned.
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    places = (q.stride(), k.stride(), v.stride(), addresses % 16, q.device)
+    columns = None if table is None else (table.shape[1], table.stride(0), table.data_ptr() % 16)
+    others = tuple(
+        None if x is None else (x.dtype, x.data_ptr() % 16) for x in _optional_tensors(tensors)
+    )
+    precise = torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else ""
+    # To hash a Problem costs more than the launch; the plan keeps it alive, so its id is its own.
+    key = (config, id(problem), places, columns, others, precise)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = _Plan(config, problem, tensors)
+    return found(tensors)
+
+
+def _optional_tensors(t: Tensors) -> tuple:
+    """The kernel's parameters from cu_seqlens_q to v_scale."""
+    return (
+        t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.alibi_slopes, t.sinks, t.k_scale, t.v_scale
+    )  # fmt: skip
+
+
+class _Plan:
+    """What does not change between calls of one shape."""
+
+    def __init__(self, config: DecodeConfig | None, problem: Problem, tensors: Tensors):
+        self.problem = problem
+        device = tensors.q.device
+        num_sms = decode_workspace.num_sms(device)
+        config = choose_decode(problem, num_sms) if config is None else config
+        self.spec = spec = decode_spec(config, problem, tensors)
+        packed = problem.layout_q is Layout.PACKED
+        rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
+        self.out_shape = (*rows, problem.num_heads, problem.head_dim_v)
+        self.lse_shape = (*rows[:-1], problem.num_heads, rows[-1])
+        units = problem.num_kv_heads * config.row_blocks
+        programs = config.programs(problem, num_sms)
+        self.room = (units * programs * spec.kept, spec.width_v, problem.batch * units)
+        self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
+        # See `forward.launch_with`: rows that are only 2-byte aligned.
+        stages = config.num_stages if spec.vector > 1 else 1
+        index = device.index if device.type == "cuda" else -1
+        self.run = Launch(attn_decode_portable, (units, programs), index,
+                          num_warps=config.num_warps, num_stages=stages)  # fmt: skip
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        q = tensors.q
+        out = q.new_empty(self.out_shape)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        partials = (None, None, None)
+        if self.spec.merges:
+            partials = decode_workspace.take(q.device, *self.room)
+        self.run(q, tensors.k, tensors.v, out, lse, tensors.block_table,
+                 *_optional_tensors(tensors), *partials, *self.numbers)  # fmt: skip
+        return out, lse
+
+
+_plans: dict[tuple, _Plan] = {}
+_MAX_PLANS = 1024  # a bound on memory for servers whose shapes never repeat

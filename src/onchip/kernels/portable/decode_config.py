@@ -1,0 +1,144 @@
+"""Tiles and schedule of the portable decode: a frozen DecodeConfig and the function that picks it.
+
+No kernel language is imported here. Nothing here looks at lengths: the schedule follows from
+shapes, and sequences of unequal lengths are cut evenly on the device.
+
+Legend: B batch, S_q queries of a sequence, H_kv key and value heads, D / D_v head dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from onchip.kernels.portable.config import padded
+from onchip.problem import Problem
+
+#: Most pieces that the keys of a sequence are cut into.
+MAX_SPLITS = 128
+#: Query rows (queries of a sequence x heads of a group) of one program, at most.
+MAX_ROWS = 64
+#: Fewest tiles in a piece, unless the caller says how many pieces there are.
+MIN_TILES = 2
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the decode cuts its work.
+
+    Args:
+        rows: query rows of a program, a power of two.
+        row_blocks: programs that share the rows of a sequence and head of K.
+        groups: groups of tokens that keep statistics of their own, one a warp; 0 where all
+            warps share the rows (the wide walk).
+        block_n: keys of a tile, a power of two >= 16.
+        num_warps: warps of a program.
+        num_stages: K/V tiles in flight, the current one included.
+        splits: pieces that a sequence of the largest length is cut into.
+        balanced: whether unequal lengths are cut evenly on the device.
+        min_tiles: fewest tiles in a piece.
+    """
+
+    rows: int
+    row_blocks: int
+    groups: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    balanced: bool
+    min_tiles: int = MIN_TILES
+
+    def programs(self, problem: Problem, num_sms: int) -> int:
+        """Programs for each head of K and row block: pieces of all sequences."""
+        if not self.balanced:
+            return problem.batch * self.splits
+        heads = problem.num_kv_heads * self.row_blocks
+        return problem.batch + max(problem.batch * (self.splits - 1), -(-3 * num_sms // heads))
+
+
+def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
+    """The decode's config for a problem: a pure function, no device is asked."""
+    tile = _tile(problem)
+    units = problem.batch * problem.num_kv_heads * tile.row_blocks
+    num_keys = problem.seqlen_k
+    if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
+        num_keys = min(num_keys, problem.mask.left + problem.seqlen_q + tile.block_n)
+    num_tiles = max(1, -(-num_keys // tile.block_n))
+    if problem.num_splits:
+        splits = min(problem.num_splits, num_tiles)
+        balanced, min_tiles = False, 1
+    else:
+        # With less work than that, balancing costs more at the start than it gains.
+        balanced = problem.batch > 1 and units >= 2 * num_sms
+        splits, min_tiles = _splits(units, num_tiles, num_sms), MIN_TILES
+    stages = tile.num_stages
+    if num_tiles <= 8 * splits:
+        stages = min(stages, 3)
+    return DecodeConfig(
+        tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
+        splits, balanced, min_tiles,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tile:
+    rows: int
+    row_blocks: int
+    groups: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(problem: Problem) -> _Tile:
+    """The part of a config that decides how numbers are added up: batch plays no part in it."""
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    all_rows = problem.seqlen_q * problem.group
+    rows = 1 << max(0, all_rows - 1).bit_length()
+    nvidia = problem.arch.startswith("sm_") or not problem.arch
+    if rows <= (16 if width <= 128 else 8) and nvidia:
+        # Tokens are the matrix product's M, rows its N: 8 rows waste nothing.
+        stages = _stages(problem, 64, width, 4)
+        return _Tile(max(8, rows), 1, 4, 64, 4, stages)
+    rows = min(max(16, rows), MAX_ROWS)
+    block_n = 64 if width <= 128 and nvidia else 32
+    stages = _stages(problem, block_n, width, 3) if nvidia else 1
+    warps = 8 if rows * width >= 4096 else 4  # fewer would spill
+    return _Tile(rows, -(-all_rows // rows), 0, block_n, warps, stages)
+
+
+# Shared memory of a program that still lets the GPU hide latency, by architecture.
+_SHARED_BYTES = {"sm_80": 160 << 10, "sm_90": 220 << 10, "sm_100": 220 << 10}
+
+
+def _stages(problem: Problem, block_n: int, width: int, most: int) -> int:
+    """K/V tiles that fit in shared memory, up to `most`."""
+    tile_bytes = 2 * block_n * width * max(problem.kv_dtype.itemsize, 1)
+    budget = _SHARED_BYTES.get(problem.arch, 96 << 10)
+    if problem.dtype == torch.float32:
+        most = 1
+    return max(1, min(most, budget // tile_bytes))
+
+
+@lru_cache(maxsize=4096)
+def _splits(units: int, num_tiles: int, num_sms: int) -> int:
+    """Pieces for equal lengths, from a model of the time in tiles.
+
+    Memory is shared by all (programs * work / SMs); one SM can't use much more than its share
+    (5 %); starting a program costs about two tiles, merging about 1.5.
+    """
+    best, choice = float("inf"), 1
+    most = min(num_tiles // MIN_TILES, 4 * num_sms // units + 1, MAX_SPLITS)
+    for pieces in range(1, max(1, most) + 1):
+        per = -(-num_tiles // pieces)
+        if -(-num_tiles // per) != pieces:
+            continue  # the same cut as with fewer pieces
+        programs, work = units * pieces, per + 2
+        cost = max(programs * work / num_sms, -(-programs // num_sms) * work / 1.05)
+        cost += 1.5 + pieces / 32 if pieces > 1 else 0
+        if cost < best:
+            best, choice = cost, pieces
+    return choice

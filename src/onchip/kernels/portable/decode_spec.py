@@ -1,0 +1,163 @@
+"""What the portable decode's launch hands to its kernel: the compiled part and the numbers.
+
+Legend: B batch, S_q queries of a sequence, T packed tokens, H query heads, H_kv key and value
+heads, D / D_v head dimensions, N page size, BN keys of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.portable.config import padded
+from onchip.kernels.portable.decode_config import DecodeConfig
+from onchip.problem import Layout, Problem, Tensors
+
+_LOG2E = math.log2(math.e)
+_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """What the compiled code depends on; everything else is a run-time value.
+
+    Args:
+        rows: query rows of a program.
+        kept: rows of it that can exist, a power of two.
+        row_blocks: programs that share a sequence's rows.
+        group: query heads of one head of K.
+        groups: groups of tokens with statistics of their own, 0 in the wide walk.
+        block_n: BN.
+        dim: D.
+        dim_v: D_v.
+        width: D padded to a power of two.
+        width_v: D_v padded.
+        several: whether a sequence has more than one query.
+        has_left: whether the mask has a left edge.
+        has_right: whether it has a right edge that hides a key from some row.
+        has_first: whether keys may begin after the sequence's first row.
+        has_softcap: whether logits are capped.
+        alibi_dim: dimensions of the slopes, 0 for none.
+        page_size: N; 0 when a sequence's keys lie in one piece.
+        packed_q: whether queries are packed.
+        vector: strides come in units of so many elements.
+        is_float32: whether q is float32.
+        is_float8: whether keys and values are float8.
+        precision: of float32 matrix products.
+        batch_padded: power of two >= B where unequal lengths are cut evenly, else 1.
+        min_tiles: fewest tiles in a piece.
+        merges: whether a sequence can be cut at all.
+        by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
+    """
+
+    rows: int
+    kept: int
+    row_blocks: int
+    group: int
+    groups: int
+    block_n: int
+    dim: int
+    dim_v: int
+    width: int
+    width_v: int
+    several: bool
+    has_left: bool
+    has_right: bool
+    has_first: bool
+    has_softcap: bool
+    alibi_dim: int
+    page_size: int
+    packed_q: bool
+    vector: int
+    is_float32: bool
+    is_float8: bool
+    precision: str
+    batch_padded: int
+    min_tiles: int
+    merges: bool
+    by_word: bool
+
+
+def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> DecodeSpec:
+    several = problem.seqlen_q > 1
+    table = tensors.block_table
+    in_one_piece = table is None or table.shape[1] == 1
+    kept = 1 << max(0, problem.seqlen_q * problem.group - 1).bit_length()
+    return DecodeSpec(
+        rows=config.rows,
+        kept=min(kept, config.rows),
+        row_blocks=config.row_blocks,
+        group=problem.group,
+        groups=config.groups,
+        block_n=config.block_n,
+        dim=problem.head_dim,
+        dim_v=problem.head_dim_v,
+        width=padded(problem.head_dim),
+        width_v=padded(problem.head_dim_v),
+        several=several,
+        has_left=problem.mask.left >= 0,
+        has_right=several and problem.mask.right >= 0,
+        has_first=problem.leftpad,
+        has_softcap=problem.softcap > 0,
+        alibi_dim=problem.alibi,
+        page_size=0 if in_one_piece else problem.page_size,
+        packed_q=problem.layout_q is Layout.PACKED,
+        vector=_vector(tensors),
+        is_float32=problem.dtype == torch.float32,
+        is_float8=problem.kv_dtype.itemsize == 1,
+        precision=_precision(problem),
+        batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
+        min_tiles=config.min_tiles,
+        merges=config.splits > 1 or config.balanced,
+        by_word=problem.arch.startswith("sm_"),
+    )
+
+
+def _precision(problem: Problem) -> str:
+    if problem.dtype != torch.float32 or not problem.arch.startswith("sm_"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of sequence (or page), row and head in elements; 0 where a size is 1."""
+    strides = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return (0, strides[0], strides[1]) if x.dim() == 3 else (strides[0], strides[1], strides[2])
+
+
+def _vector(tensors: Tensors) -> int:
+    """16 bytes of elements where every row of q, k and v begins at a multiple of 16 bytes.
+
+    The unit of q's strides is that of the cache's dtype too, so that there is one only.
+    """
+    unit = 16 // tensors.k.element_size()
+    for x in (tensors.q, tensors.k, tensors.v):
+        if x.data_ptr() % 16 or any(step % unit for step in row_strides(x)):
+            return 1
+    return unit
+
+
+def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, tensors: Tensors):
+    """The kernel's run-time numbers, from stride_qb to softcap."""
+    inputs = (tensors.q, tensors.k, tensors.v)
+    strides = [step // spec.vector for x in inputs for step in row_strides(x)]
+    table = tensors.block_table
+    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
+    scale, softcap = problem.scale, problem.softcap
+    return (
+        *strides,
+        0 if table is None else table.stride(0),
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.tokens_q,
+        problem.num_heads,
+        config.splits,
+        left,
+        right,
+        scale / softcap if softcap > 0 else scale * _LOG2E,
+        softcap * _LOG2E,
+    )

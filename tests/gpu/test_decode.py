@@ -1,0 +1,187 @@
+"""The portable decode on a GPU, at real sizes and in 16 bit, under the contract's rule.
+
+Legend: B batch, S_q / S_k lengths, H query heads, H_kv key and value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import onchip
+from onchip import reference
+from tests.portable_cases import Case, build, check
+
+pytestmark = pytest.mark.gpu
+BF16, F16 = torch.bfloat16, torch.float16
+GQA = {"heads": 8, "kv_heads": 2}
+
+CASES = {
+    "pages_of_16": Case((1,) * 4, (3530, 70, 0, 1), page=16, **GQA),
+    "pages_of_1": Case((1, 1), (1530, 0), page=1, **GQA),
+    "pages_of_3": Case((1, 1), (1530, 1), page=3, **GQA),
+    "pages_of_8": Case((1, 1), (1530, 40), page=8, **GQA),
+    "pages_of_256": Case((1, 1), (5300, 256), page=256, **GQA),
+    "dense": Case((1, 1), (1900, 170), used=True, first=(190, 3), **GQA),
+    "several": Case((3, 3), (1530, 40), page=16, causal=True, **GQA),
+    "several_window": Case((4, 4), (1530, 40), page=3, causal=True, window=(300, -1), **GQA),
+    "sixteen": Case((16, 16), (1900, 3), page=16, causal=True, **GQA),
+    "wide": Case((16, 16), (900, 30), heads=32, kv_heads=2, page=16, causal=True),
+    "terms": Case(
+        (2, 2),
+        (900, 3),
+        page=16,
+        causal=True,
+        softcap=3.0,
+        alibi=2,
+        sinks=True,
+        window=(300, -1),
+        **GQA,
+    ),
+    "packed": Case(
+        (2, 0, 4), (1900, 17, 5), heads=6, kv_heads=2, page=16, packed=True, causal=True
+    ),
+    "strided": Case((2, 2), (900, 17), page=16, strided=True, causal=True, **GQA),
+}
+
+
+@pytest.fixture(scope="module")
+def decode():
+    return pytest.importorskip("onchip.kernels.portable.decode")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    """Fills memory that torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def configs(decode, call):
+    """One piece, five pieces, and pieces cut on the device."""
+    chosen = decode.choose_decode(call.problem, 132)
+    yield replace(chosen, splits=1, balanced=False)
+    yield replace(chosen, splits=5, balanced=False, min_tiles=1)
+    yield replace(chosen, splits=2, balanced=True, min_tiles=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(decode, name):
+    call = build(replace(CASES[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for config in configs(decode, call):
+        for _ in range(2):  # counters must be 0 again
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 48), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["pages_of_16", "several", "wide", "packed"])
+def test_head_dimensions(decode, name, dims):
+    call = build(replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=F16), "cuda")
+    check(call, *decode.launch(call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("heads", [2, 16])  # the narrow and the wide walk
+def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(decode, heads, poison):
+    case = Case((3,), (1500,), heads=heads, page=16, causal=True, dtype=BF16, dim=128, dim_v=128)
+    call = build(case, "cuda")
+    _, _, v = call.sequences[0]
+    page = call.tensors.block_table[0, 1499 // 16]
+    for x in (call.tensors.v[page, 1499 % 16], v[1499]):
+        x[0, 3] = poison
+    check(call, *decode.launch(call.problem, call.tensors))
+
+
+def _cache(batch, longest, page=16, heads=8, kv_heads=2, dim=128, seqlen_q=1):
+    columns = -(-longest // page)
+    shape = (batch * columns, page, kv_heads, dim)
+    k, v = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(2))
+    table = torch.randperm(batch * columns, device="cuda").int().view(batch, columns)
+    q = torch.randn(batch, seqlen_q, heads, dim, device="cuda", dtype=BF16)
+    return q, k, v, table
+
+
+def test_one_split_is_batch_invariant():
+    q, k, v, table = _cache(37, 3000, seqlen_q=2)
+    lengths = torch.randint(0, 3000, (37,), device="cuda").int()
+    options = {"causal": True, "num_splits": 1, "return_lse": True}
+    out, lse = onchip.attention_with_kvcache(
+        q, k, v, cache_seqlens=lengths, block_table=table, **options
+    )
+    for b in (0, 17, 36):
+        own = slice(b, b + 1)
+        alone = onchip.attention_with_kvcache(
+            q[own], k, v, cache_seqlens=lengths[own], block_table=table[own], **options
+        )
+        assert torch.equal(alone[0], out[own]) and torch.equal(alone[1], lse[own])
+
+
+def test_every_schedule_is_bitwise_reproducible():
+    for batch in (1, 8, 200):
+        q, k, v, table = _cache(batch, 4000)
+        lengths = torch.randint(0, 4000, (batch,), device="cuda").int()
+        outs = [
+            onchip.attention_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)
+            for _ in range(5)
+        ]
+        assert all(torch.equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.parametrize("batch", [2, 200])
+def test_a_cuda_graph_follows_changed_lengths_and_tables(batch):
+    q, k, v, table = _cache(batch, 2000)
+    lengths = torch.full((batch,), 2000, device="cuda", dtype=torch.int32)
+
+    def call():
+        return onchip.attention_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(3):
+        lengths.copy_(torch.randint(0, 2001, (batch,)))
+        lengths[0] = 0  # a padding row
+        table.copy_(table.flatten()[torch.randperm(table.numel(), device="cuda")].view_as(table))
+        graph.replay()
+        assert torch.equal(out, call())
+        assert bool((out[0] == 0).all())
+        b = batch - 1
+        n = int(lengths[b])
+        rows = [x[table[b].long()].flatten(0, 1)[None, :n] for x in (k, v)]
+        want, _ = reference.attention(q[b : b + 1], *rows)
+        torch.testing.assert_close(out[b : b + 1].double(), want, rtol=0, atol=1e-2)
+
+
+def test_a_cache_of_more_than_2_31_elements():
+    page, heads, dim = 256, 64, 128
+    num_pages = (1 << 31) // (page * heads * dim) + 8
+    k = torch.empty(num_pages, page, heads, dim, device="cuda", dtype=BF16)
+    v = torch.empty_like(k)
+    last = torch.arange(num_pages - 4, num_pages, device="cuda", dtype=torch.int32)[None]
+    for x in (k, v):
+        x[-4:].normal_()
+    q = torch.randn(1, 1, heads, dim, device="cuda", dtype=BF16)
+    lengths = torch.tensor([1000], device="cuda", dtype=torch.int32)
+    out = onchip.attention_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=last)
+    want, _ = reference.attention(q, *(x[-4:].flatten(0, 1)[None, :1000] for x in (k, v)))
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 8])
+def test_float8_cache(seqlen_q):
+    q, k, v, table = _cache(4, 2000, seqlen_q=seqlen_q)
+    lengths = torch.tensor([2000, 20, 900, 64], device="cuda", dtype=torch.int32)
+    scale = torch.tensor([0.02, 0.03], device="cuda")
+    k8, v8 = ((x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
+    options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+    out = onchip.attention_with_kvcache(q, k8, v8, k_scale=scale, v_scale=scale, **options)
+    wide = [x.float() * scale[:, None] for x in (k8, v8)]
+    want = onchip.attention_with_kvcache(
+        q.float(), *wide, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=4e-3)

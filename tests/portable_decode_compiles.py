@@ -1,0 +1,70 @@
+"""Script: compiles the portable decode for GPUs that are not there; prints JSON last."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from onchip.kernels.portable import decode
+from onchip.kernels.portable.decode_config import choose_decode
+from onchip.problem import Mask, Op, Params, Problem, Tensors
+from tests import compile_only
+
+FEATURES = {
+    "page_16": {},
+    "page_256": {"page": 256},
+    "page_1": {"page": 1},
+    "page_8": {"page": 8},
+    "balanced": {"batch": 64},
+    "float8": {"kv_dtype": torch.float8_e4m3fn},
+    "speculative": {"seqlen_q": 4},
+    "wide": {"seqlen_q": 16, "window": (1023, 0)},
+    "terms": {"softcap": 30.0, "terms": True},
+    "dense_cache": {"page": 32768, "batch": 4},
+}
+
+
+def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pose(
+    arch, dim, batch=1, seqlen_q=1, page=16, window=(-1, 0), softcap=0.0, terms=False,
+    kv_dtype=torch.bfloat16, heads=32, kv_heads=8, seqlen_k=32768,
+) -> tuple[Problem, Tensors]:  # fmt: skip
+    """A problem as if on a GPU of `arch`, with tensors that hold no data."""
+    columns = seqlen_k // page
+    q = _empty(batch, seqlen_q, heads, dim)
+    k, v = (_empty(batch * columns, page, kv_heads, dim, dtype=kv_dtype) for _ in range(2))
+    tensors = Tensors(q, k, v)
+    tensors.block_table = _empty(batch, columns, dtype=torch.int32)
+    tensors.seqused_k = _empty(batch, dtype=torch.int32)
+    tensors.alibi_slopes = _empty(heads, dtype=torch.float32) if terms else None
+    tensors.sinks = _empty(heads) if terms else None
+    if kv_dtype.itemsize == 1:
+        tensors.k_scale = tensors.v_scale = _empty(kv_heads, dtype=torch.float32)
+    mask = Mask(*window)
+    params = Params(
+        seqlen_q, seqlen_k, mask.left, mask.right, dim**-0.5, softcap, False, 0, ""
+    )  # fmt: skip
+    return replace(Problem.of(Op.FORWARD, tensors, params), device="cuda", arch=arch), tensors
+
+
+def resources(cases: list[dict]) -> list[dict]:
+    """What each case's kernel uses; a case names arch, dim and a set of features."""
+    found = []
+    for case in cases:
+        problem, tensors = pose(case["arch"], case["dim"], **FEATURES[case["features"]])
+        launch = partial(decode.launch_with, choose_decode(problem, 132), problem, tensors)
+        (call,) = compile_only.captured(decode.attn_decode_portable, launch)
+        binary = compile_only.compiled(call, case["arch"])
+        found.append(case | compile_only.resources(binary))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(resources(json.loads(sys.argv[1]))))

@@ -1,0 +1,203 @@
+"""The portable decode on a CPU, through Triton's interpreter, against the float64 oracle.
+
+bfloat16 products are wrong in the interpreter of Triton 3.6: tests/gpu has those.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from onchip import dispatch  # noqa: E402
+from onchip.kernels import MAX_DECODE_SPLITS  # noqa: E402
+from onchip.kernels.portable import decode, decode_config  # noqa: E402
+from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
+from tests import compile_only  # noqa: E402
+from tests.portable_cases import Call, Case, build, check  # noqa: E402
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu covers it where there is a GPU"
+)
+F32 = torch.float32
+GQA = {"heads": 4, "kv_heads": 2}
+
+CASES = {
+    "pages_of_16": Case((1, 1, 1), (153, 70, 0), page=16, **GQA),
+    "pages_of_1": Case((1, 1), (93, 1), page=1, dtype=F32),
+    "pages_of_3": Case((1, 1), (153, 1), page=3),
+    "pages_of_64": Case((1, 1), (200, 64), page=64, dtype=F32),
+    "one_page": Case((1, 1), (90, 200), page=200, dtype=F32),
+    "all_empty": Case((1, 1), (0, 0), page=16, dtype=F32),
+    "empty_with_sinks": Case((1, 1), (0, 70), page=16, sinks=True, dtype=F32),
+    "dense": Case((1, 1), (90, 17), used=True, **GQA),
+    "dense_several": Case((4, 4), (90, 17), used=True, causal=True, **GQA),
+    "window": Case((1, 1), (190, 17), page=16, window=(70, 0), dtype=F32),
+    "leftpad": Case((1, 1), (190, 80), page=16, first=(130, 3), dtype=F32),
+    "several": Case((3, 3), (153, 2), page=16, causal=True, dtype=F32, **GQA),
+    "several_window": Case((3, 3), (153, 40), page=3, causal=True, window=(20, -1), **GQA),
+    "several_not_causal": Case((2, 2), (90, 40), page=16, dtype=F32),
+    "wide": Case((5, 5), (150, 3), heads=8, kv_heads=2, page=16, causal=True),
+    "wide_in_blocks": Case((16,), (140,), heads=6, kv_heads=1, page=5, causal=True, dtype=F32),
+    "terms": Case((2, 2), (150, 3), page=16, causal=True, softcap=3.0, alibi=2, sinks=True, **GQA),
+    "terms_wide": Case(
+        (8, 8),
+        (90, 60),
+        heads=4,
+        page=16,
+        window=(30, 2),
+        softcap=3.0,
+        alibi=1,
+        sinks=True,
+        dtype=F32,
+    ),
+    "packed": Case((2, 0, 4), (150, 17, 5), heads=6, kv_heads=2, page=16, packed=True, causal=True),
+    "packed_single": Case((1, 0, 1), (90, 17, 0), page=16, packed=True, causal=True, dtype=F32),
+    "dims_40_and_72": Case((1, 1), (90, 17), dim=40, dim_v=72, page=16),
+    "dims_1_and_3": Case((2, 2), (90, 17), dim=1, dim_v=3, page=16, causal=True, dtype=F32),
+    "dim_256": Case((1,), (90,), heads=1, dim=256, dim_v=256, page=16),
+    "strided": Case((2, 2), (90, 17), page=16, strided=True, causal=True),
+    "negative_scale": Case((1, 1), (90, 17), page=16, scale=-0.3, dtype=F32),
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    """Fills memory that torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def configs(call: Call):
+    """One piece, three pieces, and pieces cut on the device."""
+    chosen = choose_decode(call.problem, 4)
+    yield replace(chosen, splits=1, balanced=False)
+    yield replace(chosen, splits=3, balanced=False, min_tiles=1)
+    if call.problem.seqused_k:
+        yield replace(chosen, splits=2, balanced=True, min_tiles=1)
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    call = build(CASES[name])
+    for config in configs(call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@interpreted
+def test_table_entries_past_the_end_are_never_read():
+    call = build(CASES["pages_of_16"])
+    table, lengths = call.tensors.block_table, call.case.lengths_k
+    for b, length in enumerate(lengths):
+        table[b, -(-length // 16) :] = (2**31 - 1, -(2**31), 10**6)[b]
+    for config in configs(call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@interpreted
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("heads", [2, 16])  # the narrow and the wide walk
+def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(heads, poison):
+    case = Case((3,), (150,), heads=heads, page=16, causal=True, dtype=F32)
+    call = build(case)
+    _, _, v = call.sequences[0]
+    page = call.tensors.block_table[0, 149 // 16]
+    for x in (call.tensors.v[page, 149 % 16], v[149]):
+        x[0, 3] = poison
+    for config in configs(call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@interpreted
+def test_one_split_does_not_depend_on_neighbours():
+    call = build(Case((2,) * 3, (150, 70, 20), page=16, causal=True, **GQA))
+    problem = replace(call.problem, num_splits=1)
+    out, lse = decode.launch(problem, call.tensors)
+    for b in range(3):
+        alone = replace(call.tensors, q=call.tensors.q[b : b + 1],
+                        block_table=call.tensors.block_table[b : b + 1],
+                        seqused_k=call.tensors.seqused_k[b : b + 1])  # fmt: skip
+        own, own_lse = decode.launch(replace(problem, batch=1, tokens_q=2), alone)
+        assert torch.equal(own[0], out[b]) and torch.equal(own_lse[0], lse[b])
+
+
+@interpreted
+def test_float8_cache_is_multiplied_exactly():
+    case = Case((2, 2), (90, 40), page=16, causal=True, **GQA)
+    call = build(case)
+    k, v = (x.nan_to_num().to(torch.float8_e4m3fn) for x in (call.tensors.k, call.tensors.v))
+    scales = torch.tensor([0.5, 3.0]), torch.tensor([2.0, 0.25])
+    # The same numbers in float32, scaled: what the float8 cache means.
+    want_k, want_v = (x.float() * s[:, None] for x, s in zip((k, v), scales, strict=True))
+    plain = replace(call.tensors, q=call.tensors.q.float(), k=want_k, v=want_v)
+    wide = replace(call.problem, dtype=F32, kv_dtype=F32)
+    want, want_lse = decode.launch(wide, plain)
+    quantised = replace(call.tensors, k=k, v=v, k_scale=scales[0], v_scale=scales[1])
+    problem = replace(call.problem, kv_dtype=k.dtype, kv_scales=True)
+    out, lse = decode.launch(problem, quantised)
+    torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+def _on_gpu(call: Call, **changes):
+    return replace(call.problem, device="cuda", arch="sm_90", **changes)
+
+
+def test_the_record_takes_few_queries_and_comes_before_the_forward():
+    call = build(replace(CASES["several"], dtype=torch.float16))
+    assert dispatch.choose(_on_gpu(call)).name == "decode"
+    assert dispatch.choose(_on_gpu(call, num_splits=5)).name == "decode"
+    assert dispatch.choose(_on_gpu(call, seqlen_q=17, tokens_q=34)).name == "portable"
+    assert MAX_DECODE_SPLITS == decode_config.MAX_SPLITS
+    why = dispatch.rejections(_on_gpu(call, seqlen_q=17))["decode"]
+    assert why == ["takes S_q up to 16, not 17"]
+    assert dispatch.choose(_on_gpu(build(CASES["several"]))).name == "portable"  # float32
+
+
+def test_configs_cover_the_rows_and_the_keys():
+    call = build(CASES["pages_of_16"])
+    for heads in (1, 2, 8, 64):
+        for seqlen_q in (1, 4, 16):
+            for dim in (64, 128, 256):
+                problem = _on_gpu(call, num_heads=heads, num_kv_heads=1, seqlen_q=seqlen_q,
+                                  head_dim=dim, head_dim_v=dim, seqlen_k=100_000)  # fmt: skip
+                config = choose_decode(problem, 132)
+                assert config.rows * config.row_blocks >= heads * seqlen_q
+                assert 1 <= config.splits <= decode_config.MAX_SPLITS
+    few = choose_decode(_on_gpu(call, batch=1, seqlen_k=1 << 17), 132)
+    many = choose_decode(_on_gpu(call, batch=512, seqlen_k=1 << 17), 132)
+    assert few.splits > 32 and many.splits == 1 and many.balanced
+    one = choose_decode(_on_gpu(call, batch=512, num_splits=1), 132)
+    assert one.splits == 1 and not one.balanced
+
+
+SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+COMPILED = [
+    {"arch": "sm_90", "dim": 128, "features": name} for name in ("page_16", "page_1", "float8")
+] + [
+    {"arch": "sm_80", "dim": 128, "features": "speculative"},
+    {"arch": "sm_90", "dim": 80, "features": "terms"},
+    {"arch": "sm_90", "dim": 128, "features": "dense_cache"},
+    {"arch": "gfx942", "dim": 128, "features": "page_16"},
+]
+
+
+def test_it_compiles_for_gpus_that_are_not_there():
+    found = compile_only.run_script(SCRIPT, json.dumps(COMPILED))
+    assert len(found) == len(COMPILED)
+    for used in found:
+        print(used)
+        assert used["shared_bytes"] <= SHARED_BYTES[used["arch"]], used
+    assert found[0]["spill_bytes"] == 0 and found[0]["mma"] > 0
