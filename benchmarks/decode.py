@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 import onchip
+from onchip.bench.attention import device_report
 
 CALLS_IN_GRAPH = 10
 
@@ -153,6 +154,7 @@ def main() -> None:
     except ImportError:
         flash = None
     results = []
+    report = {**device_report(), "unit": "us", "rows": results}
     for row in rows(options.quick):
         try:
             found = measure(row, flash, 7 if options.quick else 21)
@@ -168,7 +170,7 @@ def main() -> None:
         print(f"{row.name or 'row':12} {shape} {ours} {theirs}", flush=True)
         if options.out:
             with open(options.out, "w") as file:
-                json.dump(results, file, indent=1)
+                json.dump(report, file, indent=1)
 
 
 if __name__ == "__main__":

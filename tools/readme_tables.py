@@ -85,6 +85,51 @@ def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
 
 
+def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
+    """Windows, packed sequences and memory, from the same run as `gpu`."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    head = ["case", "part", "D", "mask", "measured", "against"]
+    rows = [_varied_row(row) for row in report.get("varied", [])]
+    return table(head, rows) if rows else "No results recorded yet."
+
+
+def _varied_row(row: dict) -> list[str]:
+    if row["case"] == "memory":
+        what = f"forward and backward at N = {row['length']}, peak"
+        size = f"{row['of_tensors']:.2f}x"
+        return [what, "both", "128", "causal", size, "bytes of inputs, outputs and gradients"]
+    part, dim = row["part"], str(row["dim"])
+    if row["case"] == "window":
+        share = f"{row['of_causal']:.3f}x"
+        return ["window of 1024 at N = 16k", part, dim, "causal", share, "time of full causal"]
+    mask = "causal" if row["causal"] else "full"
+    share = f"{row['of_dense']:.2f}x"
+    return ["64 packed sequences", part, dim, mask, share, "FLOP/s of dense at their mean length"]
+
+
+def decode(path: Path = RESULTS / "h200" / "decode.json") -> str:
+    """Paged decode beside FlashAttention-3, from what `benchmarks/decode.py` wrote."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, torch {torch}, triton {triton}, {date}, {dtype}, D = 128".format(**report)
+    head = ["heads", "batch, context", "page", "S_q", "cache", "onchip, us", "TB/s", "FA3, us"]
+    return f"{where}:\n\n{table(head, [_decode_row(row) for row in report['rows']])}"
+
+
+def _decode_row(row: dict) -> list[str]:
+    batch, context = row["lengths"]
+    shape = f"{batch}, {context}" + (f" ({row['name']})" if row["name"] else "")
+    return [
+        f"{row['heads']}/{row['kv_heads']}",
+        shape,
+        str(row["page"]),
+        str(row["seqlen_q"]),
+        "float8" if row["float8"] else "16 bit",
+        f"{row['onchip_us']:.1f}",
+        f"{row['onchip_tbps']:.2f}",
+        f"{row['fa3_us']:.1f}" if row.get("fa3_us") else "",
+    ]
+
+
 def parameters(module: ModuleType) -> str:
     """Every parameter of a compat module's functions: its default, and whether it does something.
 
@@ -134,13 +179,15 @@ def replaced(text: str, page: str, name: str, body: str) -> str:
 
 PAGES = {
     "README.md": ("kernels",),
-    "docs/benchmarks.md": ("cpu", "gpu"),
+    "docs/benchmarks.md": ("cpu", "gpu", "varied", "decode"),
     "docs/compat.md": ("compat_2", "compat_3"),
 }
 TABLES = {
     "kernels": kernels,
     "cpu": cpu,
     "gpu": gpu,
+    "varied": varied,
+    "decode": decode,
     "compat_2": compat_2,
     "compat_3": compat_3,
 }

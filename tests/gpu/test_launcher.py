@@ -69,3 +69,14 @@ def test_a_profiler_of_tritons_hears_of_resolved_launches():
     finally:
         knobs.runtime.launch_enter_hook.remove(heard.append)
     assert len(heard) == 1 and torch.equal(want, again)
+
+
+def test_autotuning_measures_once_and_changes_no_value(monkeypatch):
+    from onchip.kernels.portable import tuning
+
+    monkeypatch.setenv("ONCHIP_AUTOTUNE", "1")
+    sizes = {"seqlen_q": 300, "seqlen_k": 301, "head_dim": 64}
+    before = len(tuning._fastest)
+    for seed in range(2):
+        check_forward(onchip.attention, *_inputs(seed, **sizes), softcap=7.5)
+    assert len(tuning._fastest) == before + 1

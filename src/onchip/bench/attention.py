@@ -197,7 +197,8 @@ def measure(calls: dict[str, Call], dim: int, length: int, causal: bool, part: s
     return {n: flops / statistics.median(t) / 1e9 for n, t in times.items()}
 
 
-def _device_report() -> dict:
+def device_report() -> dict:
+    """Device, clocks, versions and date, as a JSON result begins."""
     query = "name,clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         for causal in (False, True):
             check(dim, causal)
     calls = {"onchip": onchip_call, **{name: PEERS[name] for name in args.peers}}
-    report = {**_device_report(), "cells": [], "varied": []}
+    report = {**device_report(), "cells": [], "varied": []}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     if "varied" in args.parts:
         report["varied"] = varied.measure(args.rounds)
