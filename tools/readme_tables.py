@@ -85,6 +85,21 @@ def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
 
 
+def kernels_alone(path: Path = RESULTS / "h200" / "portable_kernels.json") -> str:
+    """The portable kernels without a call's host time, beside torch's FlashAttention-2."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, torch {torch}, triton {triton}, {date}, bfloat16".format(**report)
+    head = ["part", "D", "N", "mask", "onchip, TFLOP/s", "FlashAttention-2", "ratio"]
+    return f"{where}:\n\n{table(head, [_alone_row(cell) for cell in report['cells']])}"
+
+
+def _alone_row(cell: dict) -> list[str]:
+    mask = "causal" if cell["causal"] else "full"
+    speeds = [f"{cell['onchip_tflops']:.0f}", f"{cell['flash_tflops']:.0f}"]
+    ratio = f"{cell['flash_ms'] / cell['onchip_ms']:.2f}x"
+    return [cell["part"], str(cell["dim"]), str(cell["length"]), mask, *speeds, ratio]
+
+
 def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
     """Windows, packed sequences and memory, from the same run as `gpu`."""
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -179,13 +194,14 @@ def replaced(text: str, page: str, name: str, body: str) -> str:
 
 PAGES = {
     "README.md": ("kernels",),
-    "docs/benchmarks.md": ("cpu", "gpu", "varied", "decode"),
+    "docs/benchmarks.md": ("cpu", "kernels_alone", "gpu", "varied", "decode"),
     "docs/compat.md": ("compat_2", "compat_3"),
 }
 TABLES = {
     "kernels": kernels,
     "cpu": cpu,
     "gpu": gpu,
+    "kernels_alone": kernels_alone,
     "varied": varied,
     "decode": decode,
     "compat_2": compat_2,

@@ -121,13 +121,14 @@ def lengths_of(tensors: Tensors) -> Lengths:
 def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
     described = config.descriptors and can_describe(problem) and _suits_descriptors(tensors)
     packed = problem.layout_q is Layout.PACKED
+    aligned = _is_aligned(tensors)
     spec = Spec(
         block_m=config.block_m,
         block_n=config.block_n,
         dim=problem.head_dim,
         dim_v=problem.head_dim_v,
-        width=padded(problem.head_dim),
-        width_v=padded(problem.head_dim_v),
+        width=padded(problem.head_dim, aligned),
+        width_v=padded(problem.head_dim_v, aligned),
         has_left=problem.mask.left >= 0,
         has_right=problem.mask.right >= 0,
         has_first=problem.leftpad,
@@ -138,7 +139,7 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         has_softcap=problem.softcap > 0,
         alibi_dim=problem.alibi,
         page_size=problem.page_size,
-        vector=16 // tensors.q.element_size() if _is_aligned(tensors) else 1,
+        vector=16 // tensors.q.element_size() if aligned else 1,
         precision=precision_of(problem),
         is_float32=problem.dtype == torch.float32,
         described=described,

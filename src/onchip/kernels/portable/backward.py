@@ -206,8 +206,8 @@ def attn_bwd_dkdv_portable(
         queries = Queries(
             rows_of(q, batch, head, q_start, Strides(stride_qb, stride_qs, stride_qh), SPEC),
             rows_of(dout, batch, head, q_start, Strides(stride_ob, stride_os, stride_oh), SPEC),
-            lse if SPEC.described else lse + at,
-            delta if SPEC.described else delta + at,
+            lse if SPEC.describes_stats else lse + at,
+            delta if SPEC.describes_stats else delta + at,
             line,
             start,
             num_rows,

@@ -85,6 +85,11 @@ class Spec:
     list_n: int = 0
 
     @property
+    def describes_stats(self) -> bool:
+        """Whether LSE and D are read through descriptors: their tiles begin at 128 bytes."""
+        return self.described and self.block_m >= 32
+
+    @property
     def hides_by_function(self) -> bool:
         """Whether more than the band hides keys, so that every tile must be masked."""
         return self.functions.mask is not None
@@ -110,8 +115,8 @@ def spec_of(
         block_n=tiles.block_n,
         dim=problem.head_dim,
         dim_v=problem.head_dim_v,
-        width=padded(problem.head_dim),
-        width_v=padded(problem.head_dim_v),
+        width=padded(problem.head_dim, aligned),
+        width_v=padded(problem.head_dim_v, aligned),
         has_left=problem.mask.left >= 0,
         has_right=problem.mask.right >= 0,
         has_softcap=problem.softcap > 0,
@@ -209,7 +214,7 @@ def stats_shape(problem: Problem) -> tuple[int, int]:
 
 def stats_of(spec: Spec, stats: Tensor) -> TensorDescriptor | Tensor:
     """LSE or D as the dK/dV kernel reads it."""
-    if not spec.described:
+    if not spec.describes_stats:
         return stats
     return TensorDescriptor(stats, list(stats.shape), list(stats.stride()), [1, spec.block_m])
 

@@ -165,7 +165,8 @@ _SM90_WINDOW = {
 # tiles above dK/dV spills at D = 128 (59 instructions of its loop move spilled values with
 # dropout, 62 with a score function that bends), and D = 256 asks for more shared memory than
 # there is (229 to 261 of 227 KiB). With these no loop spills, and at least 25 KiB stay for what a
-# function loads by tiles (compiled for sm_90, bf16; not yet timed).
+# function loads by tiles (compiled for sm_90, bf16; not yet timed). LSE and D of 16 rows are read
+# through pointers: TMA writes shared memory at multiples of 128 bytes.
 _SM90_LADEN = {
     64: BackwardConfig(Tiles(32, 64, 4, 3), Tiles(64, 64, 4, 3), descriptors=True),
     128: BackwardConfig(Tiles(32, 64, 4, 3), Tiles(128, 64, 8, 2), descriptors=True),

@@ -130,7 +130,7 @@ def stats_place(batch, head, q_start, num_heads, SPEC: tl.constexpr):
 @triton.jit
 def _load_stats(source, queries: Queries, start, SPEC: tl.constexpr):
     """(BM,) of LSE or D from row `start` on; there is padding behind a sequence's last row."""
-    if SPEC.described:
+    if SPEC.describes_stats:
         tile = source.load([queries.stats_line, queries.stats_start + start])
         return tile.reshape(SPEC.block_m)
     else:

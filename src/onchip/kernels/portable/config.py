@@ -53,9 +53,14 @@ class Config:
             raise ValueError(f"num_stages: got {self.num_stages}; allowed: 1 or more")
 
 
-def padded(head_dim: int) -> int:
-    """The power of two >= 16 that holds a head dimension."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded(head_dim: int, is_aligned: bool = True) -> int:
+    """The power of two >= 16 that holds a head dimension; >= 64 where rows are not aligned.
+
+    Rows that do not begin at multiples of 16 bytes gave wrong results and illegal addresses at
+    D_v = 16 (H200, triton 3.6, 2026-11-29, random problems), never from 64 on; the PTX shows no
+    cause.
+    """
+    return max(16 if is_aligned else 64, 1 << (head_dim - 1).bit_length())
 
 
 def can_describe(problem: Problem) -> bool:
