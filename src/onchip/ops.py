@@ -136,8 +136,24 @@ def _store_problem(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool) -> Probl
     )
 
 
+_SMALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "alibi_slopes", "sinks")
+
+
 def _readable(tensors: Tensors) -> Tensors:
-    """Copies q, k and v whose last dimension is not contiguous. Mutates: tensors."""
+    """Copies what kernels can't read in place. Mutates: tensors.
+
+    That is q, k and v whose last dimension is not contiguous, lengths, slopes and sinks that are
+    not contiguous, tables whose rows are not, and slopes that are finer than the LSE.
+    """
+    for name in _SMALL:
+        x = getattr(tensors, name)
+        if x is not None and not x.is_contiguous():
+            setattr(tensors, name, x.contiguous())
+    table, slopes = tensors.block_table, tensors.alibi_slopes
+    if table is not None and needs_copy(table):
+        tensors.block_table = table.contiguous()
+    if slopes is not None and slopes.dtype != _lse_dtype(tensors.q):
+        tensors.alibi_slopes = slopes.to(_lse_dtype(tensors.q))
     if needs_copy(tensors.q):
         tensors.q = tensors.q.contiguous()
     if needs_copy(tensors.k):
@@ -292,7 +308,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         inputs = _inputs(given, ctx.counts, aux)
-        run = _attn_backward if _is_plain(dout, out) else backward_op
+        arrived = (dout, out) if dlse is None else (dout, out, dlse)
+        run = _attn_backward if _is_plain(*arrived) else backward_op
         *grads, daux = run(dout, dlse, out, lse, *inputs, *ctx.params)
         grads = [g if need else None for g, need in zip(grads, needed, strict=False)]
         nothing = [None] * (len(needed) - len(grads) - len(aux))
@@ -378,7 +395,7 @@ def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tens
             t.block_list,
             *params,
         )
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not t.q.is_meta:
         plan(Op.BACKWARD, t, params)
     rest = (t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k, t.alibi_slopes, t.dropout_rng)
     counts = len(t.score_aux), len(t.mask_aux)
@@ -393,7 +410,8 @@ def _is_plain(*inputs: Tensor) -> bool:
     """Whether nothing listens to the dispatcher, so that a call may go past it.
 
     torch's dispatcher costs 12 us for an operator with so many arguments (2026-11-29, Xeon). It
-    is needed by compilers, modes, transforms, profilers, subclasses, meta and lazy negation.
+    is needed by compilers, dispatch modes, transforms, profilers, subclasses, meta tensors and lazy
+    negation.
     """
     if (
         torch.compiler.is_compiling()
@@ -402,7 +420,9 @@ def _is_plain(*inputs: Tensor) -> bool:
         or torch.autograd.profiler._is_profiler_enabled
     ):
         return False
-    return not any(type(x) not in _PLAIN_TYPES or x.is_meta or x.is_neg() for x in inputs)
+    return not any(
+        type(x) not in _PLAIN_TYPES or x.is_meta or x.is_neg() or x._is_zerotensor() for x in inputs
+    )
 
 
 def _holds_data(x: Tensor) -> bool:

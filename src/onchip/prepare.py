@@ -100,7 +100,8 @@ class Mods(NamedTuple):
         keys = tuple(None if mod is None else mod.key for mod in self)
         blocks = None if self.mask is None else self.mask.blocks
         sizes = () if blocks is None else blocks.block
-        return (*keys, *(x.is_contiguous() for x in self.tensors), *sizes)
+        contiguous = (x.is_contiguous() for x in self.tensors)
+        return (*keys, *contiguous, *sizes, torch.is_grad_enabled())
 
     def attached(self, t: Tensors, memo: Memo) -> Call:
         """The call with these functions. Mutates: t."""

@@ -74,6 +74,9 @@ class Hardware:
         Raises:
             ValueError: if no record has that name, or several might be meant.
         """
+        if not isinstance(name, str):
+            allowed = ", ".join(h.name for h in HARDWARE)
+            raise TypeError(f"gpu: got {type(name).__name__}; allowed: a name, one of {allowed}")
         wanted = _key(name)
         exact = [h for h in HARDWARE if _key(h.name) == wanted]
         found = exact or [h for h in HARDWARE if wanted and _key(h.name).startswith(wanted)]

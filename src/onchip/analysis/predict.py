@@ -133,6 +133,10 @@ def _tiling_text(t: Tiling) -> str:
     )
 
 
+#: Tiles are counted one by one, so that longer calls would take seconds to explain.
+_MAX_LENGTH = 1 << 22
+
+
 def predict(
     problem: Problem,
     hardware: Hardware,
@@ -151,6 +155,12 @@ def predict(
         ValueError: if the problem has no work, the GPU does not multiply its dtype, or the
             config does not fit the GPU.
     """
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest > _MAX_LENGTH:
+        raise ValueError(
+            f"length: got {longest}; allowed for a predicted time: up to {_MAX_LENGTH}. "
+            "FLOPs and bytes are told for any length."
+        )
     lengths = None if lengths is None else list(lengths)
     if problem.op is Op.STORE:
         bill = bills.store(problem, lengths)

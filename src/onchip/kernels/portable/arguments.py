@@ -119,9 +119,10 @@ def lengths_of(tensors: Tensors) -> Lengths:
 
 
 def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
-    described = config.descriptors and can_describe(problem) and _suits_descriptors(tensors)
+    inputs = (tensors.q, tensors.k, tensors.v)
+    described = config.descriptors and can_describe(problem) and suit_descriptors(*inputs)
     packed = problem.layout_q is Layout.PACKED
-    aligned = _is_aligned(tensors)
+    aligned = are_aligned(*inputs)
     spec = Spec(
         block_m=config.block_m,
         block_n=config.block_n,
@@ -172,22 +173,21 @@ def is_packed(x: Tensor) -> bool:
     return x.dim() == 3
 
 
-def _is_aligned(tensors: Tensors) -> bool:
-    """Whether every row of q, k and v begins at a multiple of 16 bytes."""
-    for x in (tensors.q, tensors.k, tensors.v):
+def are_aligned(*inputs: Tensor) -> bool:
+    """Whether every row of these tensors begins at a multiple of 16 bytes."""
+    for x in inputs:
         unit = 16 // x.element_size()
         if x.data_ptr() % 16 or any(stride % unit for stride in strides_of(x, is_packed(x))):
             return False
     return True
 
 
-def _suits_descriptors(tensors: Tensors) -> bool:
+def suit_descriptors(*inputs: Tensor) -> bool:
     """Whether TMA takes these tensors: aligned, not empty, no dimension expanded."""
-    inputs = (tensors.q, tensors.k, tensors.v)
     expanded = any(
         n > 1 and s == 0 for x in inputs for n, s in zip(x.shape, x.stride(), strict=True)
     )
-    return _is_aligned(tensors) and not expanded and all(x.numel() > 0 for x in inputs)
+    return are_aligned(*inputs) and not expanded and all(x.numel() > 0 for x in inputs)
 
 
 def sources_of(config: Config, spec: Spec, tensors: Tensors) -> tuple:

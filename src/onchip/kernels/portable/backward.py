@@ -375,7 +375,7 @@ def _prepare(
     if sinks is not None:
         parts = lse.new_empty(num_blocks, problem.batch, problem.num_heads)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    key = signature("pre", None, problem, tensors, saved.dout, dlse)
+    key = signature("pre", None, problem, tensors, saved.dout, dlse, out, lse)
     found = kept(key)
     resolved = found or _resolve_pre(num_blocks, lse_base2.shape[1], problem, saved.dout)
     resolved.launch(

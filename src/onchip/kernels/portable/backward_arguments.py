@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.kernels.portable.arguments import describe, is_packed, precision_of, strides_of
+from onchip.kernels.portable.arguments import (
+    are_aligned,
+    describe,
+    is_packed,
+    precision_of,
+    strides_of,
+    suit_descriptors,
+)
 from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
 from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
@@ -105,8 +112,9 @@ def spec_of(
 ) -> Spec:
     """The compiled part of the launch that makes `part`: "dkdv", "dk" or "dv", or "dq"."""
     tiles = config.tiles_of(part)
-    aligned = _is_aligned(tensors, dout)
-    described = config.descriptors and aligned and can_describe(problem)
+    inputs = (tensors.q, tensors.k, tensors.v, dout)
+    aligned = are_aligned(*inputs)
+    described = config.descriptors and can_describe(problem) and suit_descriptors(*inputs)
     packed = problem.layout_q is Layout.PACKED
     adds = part in ("dkdv", "dk")
     reduction = reduction_of(config, problem, tensors, dout) if adds else "none"
@@ -145,7 +153,8 @@ def reduction_of(config: BackwardConfig, problem: Problem, tensors: Tensors, dou
     """Where this problem's dQ is added up: as the config says, if the problem allows it."""
     if problem.deterministic or config.reduction != "tma":
         return "none" if problem.deterministic else config.reduction
-    described = config.descriptors and _is_aligned(tensors, dout) and can_describe(problem)
+    inputs = (tensors.q, tensors.k, tensors.v, dout)
+    described = config.descriptors and can_describe(problem) and suit_descriptors(*inputs)
     dense = problem.layout_q is not Layout.PACKED
     return "tma" if dense and described and problem.head_dim % 4 == 0 else "atomics"
 
@@ -184,11 +193,6 @@ def row_strides(x: Tensor) -> tuple[list[int], int]:
     if x.data_ptr() % 16 or any(stride % unit for stride in strides):
         unit = 1
     return [stride // unit for stride in strides], unit
-
-
-def _is_aligned(tensors: Tensors, dout: Tensor) -> bool:
-    """Whether every row of q, k, v and dout begins at a multiple of 16 bytes."""
-    return all(row_strides(x)[1] > 1 for x in (tensors.q, tensors.k, tensors.v, dout))
 
 
 def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:

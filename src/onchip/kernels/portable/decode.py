@@ -408,15 +408,14 @@ def launch_with(
     """`launch` with a given config: for the tuner and the tests."""
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.block_table
     # Beside the problem, what the plan depends on: where rows lie and how they are aligned.
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    places = (q.stride(), k.stride(), v.stride(), addresses % 16, q.device)
+    places = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v))
     columns = None if table is None else (table.shape[1], table.stride(0), table.data_ptr() % 16)
     others = tuple(
         None if x is None else (x.dtype, x.data_ptr() % 16) for x in _optional_tensors(tensors)
     )
     precise = torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else ""
     # To hash a Problem costs more than the launch; the plan keeps it alive, so its id is its own.
-    key = (config, id(problem), places, columns, others, precise)
+    key = (config, id(problem), q.device, places, columns, others, precise)
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= _MAX_PLANS:

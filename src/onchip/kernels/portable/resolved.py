@@ -83,12 +83,12 @@ def signature(
         k.stride(),
         v.stride(),
         k.shape,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
         None if table is None else table.stride(0),
         None if sinks is None else sinks.dtype,
         *[None if x is None else (x.stride(), x.data_ptr() & 15) for x in others],
         *[
-            None if x is None else x.data_ptr() & 15
+            None if x is None else (x.dtype, x.data_ptr() & 15)
             for x in (*lengths, table, tensors.alibi_slopes, sinks)
         ],
         precision_of(problem),
