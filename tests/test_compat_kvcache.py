@@ -183,3 +183,43 @@ def test_refusals_append_nothing():
         assert torch.equal(cache, before)
     with pytest.raises(TypeError, match="^max_seqlen_q: got"):
         fa3.flash_attn_with_kvcache(q.flatten(0, 1), *cache, cu_seqlens_q=cu)
+
+
+def _bad_calls():
+    from onchip.compat import bert_padding, flash_attn, flash_attn_3
+
+    q, cache = torch.randn(2, 1, 2, 8), torch.randn(4, 16, 2, 8)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    paged = {"cache_seqlens": lengths}
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+    packed = {"cu_seqlens_q": offsets, "max_seqlen_q": 1, **paged}
+    two, three = flash_attn.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache
+    combine = flash_attn_3.flash_attn_combine
+    parts, lses = torch.randn(2, 1, 3, 2, 8), torch.randn(2, 1, 3, 2)
+    return {
+        "q: ": lambda: two(torch.tensor(1.0), cache, cache, **paged),
+        "cache_seqlens: ": lambda: two(q, cache, cache, cache_seqlens=2**40),
+        "block_table: ": lambda: two(q, cache, cache, block_table=[[0], [1]], **paged),
+        "block_table: got 1 dim": lambda: two(q, cache, cache, block_table=lengths),
+        "page_table: ": lambda: three(q, cache, cache, page_table=[[0], [1]], **paged),
+        "k_descale: ": lambda: three(q, cache, cache, k_descale=1.0, **paged),
+        "cu_seqlens_q: got no": lambda: three(
+            q[:, 0], cache, cache, **{**packed, "cu_seqlens_q": offsets[:0]}
+        ),
+        "cu_seqlens_q: got 0 dim": lambda: three(
+            q[:, 0], cache, cache, **{**packed, "cu_seqlens_q": torch.tensor(0)}
+        ),
+        "cache_batch_idx: ": lambda: three(q[:, 0], cache, cache, cache_batch_idx=[0, 1], **packed),
+        "out_partial: ": lambda: combine([parts], lses),
+        "lse_partial: ": lambda: combine(parts, None),
+        "lse_partial: got shape": lambda: combine(parts, lses[0]),
+        "out: got dtype": lambda: combine(parts, lses, out=torch.zeros(1, 3, 2, 8).int()),
+        "out_dtype: ": lambda: combine(parts, lses, out_dtype="x"),
+        "attention_mask: ": lambda: bert_padding.unpad_input(torch.randn(1, 2, 3), [[1, 0]]),
+    }
+
+
+@pytest.mark.parametrize("start", _bad_calls())
+def test_bad_arguments_are_named(start):
+    with pytest.raises((ValueError, TypeError), match=f"^{start}"):
+        _bad_calls()[start]()

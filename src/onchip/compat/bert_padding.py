@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip import validate
 from onchip.validate import reject
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
@@ -62,6 +63,8 @@ def unpad_input(
         ValueError: if the shapes of the tensor and the masks differ.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None:
+            validate.tensor(name, mask)
         if mask is not None and (mask.dim() != 2 or mask.shape != hidden_states.shape[:2]):
             allowed = f"hidden_states' (B, S) = {tuple(hidden_states.shape[:2])}"
             reject(name, f"shape {tuple(mask.shape)}", allowed, "One entry for each token.")

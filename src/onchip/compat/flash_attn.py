@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip import api, validate
+from onchip import api
 from onchip.compat.spelling import (
     cache_lengths,
     longest,
     num_splits_of,
+    ranked,
     rotates_all_new,
     spelled,
     unpacked,
@@ -373,7 +374,8 @@ def flash_attn_with_kvcache(
         ValueError, TypeError: for an argument out of its range, naming it; nothing was appended.
         NotImplementedError: if no kernel takes the problem; nothing was appended.
     """
-    validate.tensor("q", q)
+    legend = "(B, max_pages)"
+    ranked(q=(q, 4, "(B, S_q, H, D)"), block_table=(block_table, 2, legend))
     rotates_all_new(q, k, rotary_cos)
     lengths = cache_lengths(cache_seqlens, len(q), k_cache, block_table, k is not None)
     out, lse = api.attention_with_kvcache(

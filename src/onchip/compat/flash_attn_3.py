@@ -25,6 +25,7 @@ from onchip.compat.spelling import (
     cache_lengths,
     longest,
     num_splits_of,
+    ranked,
     refuse_given,
     rotates_all_new,
     spelled,
@@ -342,8 +343,15 @@ def flash_attn_with_kvcache(
     _refuse_float8(q)
     rotates_all_new(q, k, rotary_cos)
     packed = cu_seqlens_q is not None
-    if packed:
-        validate.tensor("cu_seqlens_q", cu_seqlens_q)
+    ranked(
+        q=(q, 3, "(T_q, H, D) with cu_seqlens_q") if packed else (q, 4, "(B, S_q, H, D)"),
+        k_cache=(k_cache, 4, "(P, N, H_kv, D) or (B, S_max, H_kv, D)"),
+        cu_seqlens_q=(cu_seqlens_q, 1, "(B + 1,)"),
+        page_table=(page_table, 2, "(B, max_pages)"),
+        cache_batch_idx=(cache_batch_idx, 1, "(B,)"),
+    )
+    if cu_seqlens_q is not None and not len(cu_seqlens_q):
+        reject("cu_seqlens_q", "no offsets", "(B + 1,)", "A batch of none has the offset 0.")
     batch = len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else len(q)
     lengths = cache_lengths(cache_seqlens, batch, k_cache, page_table, k is not None)
     options = {
@@ -406,6 +414,7 @@ def flash_attn_combine(
     Raises:
         ValueError, TypeError: if the parts do not fit each other or out.
     """
+    _check_parts(out_partial, lse_partial, out, out_dtype)
     parts = out_partial.unbind(0)
     merged, lse = api.merge_states(parts, [x.transpose(-1, -2) for x in lse_partial.unbind(0)])
     lse = lse.transpose(-1, -2)
@@ -417,10 +426,29 @@ def flash_attn_combine(
     return out.copy_(merged), lse
 
 
+def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
+    """Requires what `flash_attn_combine` reads to be tensors of one rank apart."""
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        validate.tensor(name, x)
+    if out_partial.dim() not in (4, 5):
+        legend = "(splits, B, S_q, H, D) or (splits, T_q, H, D)"
+        reject("out_partial", f"shape {tuple(out_partial.shape)}", legend, "Stack the parts.")
+    if lse_partial.shape != out_partial.shape[:-1]:
+        got, allowed = tuple(lse_partial.shape), f"out_partial's {tuple(out_partial.shape[:-1])}"
+        reject("lse_partial", f"shape {got}", allowed, "One LSE for each row of each part.")
+    if out is not None:
+        validate.tensor("out", out)
+        if not out.is_floating_point():
+            reject("out", f"dtype {out.dtype}", "a float dtype", "Make it one.", TypeError)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        got = type(out_dtype).__name__
+        reject("out_dtype", got, "a torch.dtype or None", "E.g. torch.bfloat16.", TypeError)
+
+
 def _refuse(qv: Any, attention_chunk: Any, **descales: Any) -> None:
     refuse_given("Scores of two parts are not supported: concatenate q and qv, k and v.", qv=qv)
     refuse_given(_NO_FP8, **descales)
-    if attention_chunk != 0:
+    if not isinstance(attention_chunk, int) or attention_chunk != 0:
         fix = "Use window_size, or one sequence of attention_varlen for each chunk."
         unsupported("attention_chunk", attention_chunk, "0", fix)
 
@@ -452,6 +480,7 @@ def _cache_scale(name: str, descale: Tensor | None, cache: Tensor) -> Tensor | N
     """onchip's scale (H_kv,) of a descale (B, H_kv) that is the same for each sequence."""
     if descale is None:
         return None
+    validate.tensor(name, descale)
     if cache.dtype != torch.float8_e4m3fn:
         fix = "Leave it out: only float8_e4m3fn caches are scaled."
         reject(name, f"given with a cache in {cache.dtype}", "None", fix)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from onchip import validate
 from onchip.validate import reject
 
 Function = TypeVar("Function", bound=Callable)
@@ -63,7 +64,24 @@ def refuse_given(fix: str, **arguments: Any) -> None:
 
 def longest(value: Any) -> Any:
     """A maximum length as an int; a tensor's is read from the device, so the host waits."""
-    return int(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value.item())
+    return value
+
+
+def ranked(**tensors: tuple[Any, int, str]) -> None:
+    """Requires arguments to be tensors of some rank, or None.
+
+    Args:
+        **tensors: name -> (value, dimensions, shape for the error).
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    for name, (x, rank, legend) in tensors.items():
+        if x is not None:
+            validate.tensor(name, x)
+            validate.rank(name, x, rank, legend)
 
 
 def unpacked(name: str, x: Any, legend: str, rank: int, parts: int) -> tuple[Tensor, ...]:
@@ -103,6 +121,8 @@ def cache_lengths(
         fix = "Pass one of these."
         got = type(cache_seqlens).__name__
         reject("cache_seqlens", got, "an int, a tensor (B,) int32 or None", fix, TypeError)
+    if not 0 <= cache_seqlens < 2**31:
+        reject("cache_seqlens", cache_seqlens, "0 to 2**31 - 1", "Pass the tokens in the cache.")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
 
 
