@@ -23,6 +23,7 @@ from torch import Tensor
 from onchip import api, validate
 from onchip.compat.spelling import (
     cache_lengths,
+    check_parts,
     longest,
     num_splits_of,
     ranked,
@@ -414,7 +415,7 @@ def flash_attn_combine(
     Raises:
         ValueError, TypeError: if the parts do not fit each other or out.
     """
-    _check_parts(out_partial, lse_partial, out, out_dtype)
+    check_parts(out_partial, lse_partial, out, out_dtype)
     parts = out_partial.unbind(0)
     merged, lse = api.merge_states(parts, [x.transpose(-1, -2) for x in lse_partial.unbind(0)])
     lse = lse.transpose(-1, -2)
@@ -424,25 +425,6 @@ def flash_attn_combine(
         allowed = f"{tuple(merged.shape)} in out_dtype"
         reject("out", f"{tuple(out.shape)} {out.dtype}", allowed, "Leave out to get a new one.")
     return out.copy_(merged), lse
-
-
-def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
-    """Requires what `flash_attn_combine` reads to be tensors of one rank apart."""
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        validate.tensor(name, x)
-    if out_partial.dim() not in (4, 5):
-        legend = "(splits, B, S_q, H, D) or (splits, T_q, H, D)"
-        reject("out_partial", f"shape {tuple(out_partial.shape)}", legend, "Stack the parts.")
-    if lse_partial.shape != out_partial.shape[:-1]:
-        got, allowed = tuple(lse_partial.shape), f"out_partial's {tuple(out_partial.shape[:-1])}"
-        reject("lse_partial", f"shape {got}", allowed, "One LSE for each row of each part.")
-    if out is not None:
-        validate.tensor("out", out)
-        if not out.is_floating_point():
-            reject("out", f"dtype {out.dtype}", "a float dtype", "Make it one.", TypeError)
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        got = type(out_dtype).__name__
-        reject("out_dtype", got, "a torch.dtype or None", "E.g. torch.bfloat16.", TypeError)
 
 
 def _refuse(qv: Any, attention_chunk: Any, **descales: Any) -> None:

@@ -144,3 +144,26 @@ def rotates_all_new(q: Any, k: Any, rotary_cos: Any) -> None:
         got = f"S_q = {q.shape[1]} with {k.shape[1]} new keys"
         fix = "Rotate q and k yourself and leave rotary_cos and rotary_sin out."
         unsupported("q", got, "as many queries as new keys with rotary_cos", fix)
+
+
+def check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> None:
+    """Requires what `flash_attn_combine` reads to be tensors of one rank apart.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        validate.tensor(name, x)
+    if out_partial.dim() not in (4, 5):
+        legend = "(splits, B, S_q, H, D) or (splits, T_q, H, D)"
+        reject("out_partial", f"shape {tuple(out_partial.shape)}", legend, "Stack the parts.")
+    if lse_partial.shape != out_partial.shape[:-1]:
+        got, allowed = tuple(lse_partial.shape), f"out_partial's {tuple(out_partial.shape[:-1])}"
+        reject("lse_partial", f"shape {got}", allowed, "One LSE for each row of each part.")
+    if out is not None:
+        validate.tensor("out", out)
+        if not out.is_floating_point():
+            reject("out", f"dtype {out.dtype}", "a float dtype", "Make it one.", TypeError)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        got = type(out_dtype).__name__
+        reject("out_dtype", got, "a torch.dtype or None", "E.g. torch.bfloat16.", TypeError)
