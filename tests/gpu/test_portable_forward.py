@@ -184,6 +184,23 @@ def test_lengths_compile_nothing_anew(forward):
     assert compiled() == before
 
 
+# Found by the random problems: wrong results or illegal addresses when these heads were 16 wide.
+UNALIGNED = [
+    Case((183,), (34,), heads=1, kv_heads=1, dim=128, page=16, causal=True, window=(5, 130)),
+    Case((51, 51), (536, 347), kv_heads=1, heads=4, dim=80, page=256, causal=True, window=(5, 130)),
+    Case((546,) * 3, (201,) * 3, kv_heads=1, heads=4, dim=64, used=True, causal=True, window=(0, 5)),
+    Case((618, 378, 141, 360), (458, 462, 79, 178), kv_heads=1, heads=2, dim=128, packed=True,
+         page=16, window=(130, 5), alibi=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("case", UNALIGNED)
+def test_unaligned_rows_of_narrow_values(forward, case, dtype):
+    for seed in range(3):
+        run(forward, replace(case, dim_v=16, strided=True, sinks=True, dtype=dtype), seed)
+
+
 LENGTHS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=4)
 
 
