@@ -188,7 +188,8 @@ def test_lengths_compile_nothing_anew(forward):
 UNALIGNED = [
     Case((183,), (34,), heads=1, kv_heads=1, dim=128, page=16, causal=True, window=(5, 130)),
     Case((51, 51), (536, 347), kv_heads=1, heads=4, dim=80, page=256, causal=True, window=(5, 130)),
-    Case((546,) * 3, (201,) * 3, kv_heads=1, heads=4, dim=64, used=True, causal=True, window=(0, 5)),
+    Case((546,) * 3, (201,) * 3, heads=4, kv_heads=1, dim=64, used=True, causal=True,
+         window=(0, 5)),
     Case((618, 378, 141, 360), (458, 462, 79, 178), kv_heads=1, heads=2, dim=128, packed=True,
          page=16, window=(130, 5), alibi=2),
 ]  # fmt: skip
