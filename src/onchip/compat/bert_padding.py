@@ -63,9 +63,10 @@ def unpad_input(
         ValueError: if the shapes of the tensor and the masks differ.
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None:
-            validate.tensor(name, mask)
-        if mask is not None and (mask.dim() != 2 or mask.shape != hidden_states.shape[:2]):
+        if mask is None:
+            continue
+        validate.tensor(name, mask)
+        if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
             allowed = f"hidden_states' (B, S) = {tuple(hidden_states.shape[:2])}"
             reject(name, f"shape {tuple(mask.shape)}", allowed, "One entry for each token.")
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask

@@ -340,7 +340,6 @@ def flash_attn_with_kvcache(
     append = "Append packed tokens with onchip.store_kvcache."
     refuse_given(append, cu_seqlens_k_new=cu_seqlens_k_new)
     refuse_given("Positions are those in the cache.", rotary_seqlens=rotary_seqlens)
-    validate.tensor("q", q)
     _refuse_float8(q)
     rotates_all_new(q, k, rotary_cos)
     packed = cu_seqlens_q is not None

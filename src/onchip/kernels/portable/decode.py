@@ -39,6 +39,7 @@ from torch import Tensor
 
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
+from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
 from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec
 from onchip.kernels.portable.decode_tiles import (
@@ -413,9 +414,8 @@ def launch_with(
     others = tuple(
         None if x is None else (x.dtype, x.data_ptr() % 16) for x in _optional_tensors(tensors)
     )
-    precise = torch.backends.cuda.matmul.fp32_precision if q.dtype == torch.float32 else ""
     # To hash a Problem costs more than the launch; the plan keeps it alive, so its id is its own.
-    key = (config, id(problem), q.device, places, columns, others, precise)
+    key = (config, id(problem), q.device, places, columns, others, precision_of(problem))
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= _MAX_PLANS:
@@ -448,7 +448,7 @@ class _Plan:
         programs = config.programs(problem, num_sms)
         self.room = (units * programs * spec.kept, spec.width_v, problem.batch * units)
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
-        # See `forward.launch_with`: rows that are only 2-byte aligned.
+        # See `forward._resolve`: rows that are only 2-byte aligned.
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
         self.run = Launch(attn_decode_portable, (units, programs), index,

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from onchip.kernels.portable.arguments import is_packed, precision_of, strides_of
 from onchip.kernels.portable.config import padded
 from onchip.kernels.portable.decode_config import DecodeConfig
 from onchip.problem import Layout, Problem, Tensors
@@ -108,24 +108,12 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         vector=_vector(tensors),
         is_float32=problem.dtype == torch.float32,
         is_float8=problem.kv_dtype.itemsize == 1,
-        precision=_precision(problem),
+        precision=precision_of(problem),
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
         merges=config.splits > 1 or config.balanced,
         by_word=problem.arch.startswith("sm_"),
     )
-
-
-def _precision(problem: Problem) -> str:
-    if problem.dtype != torch.float32 or not problem.arch.startswith("sm_"):
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of sequence (or page), row and head in elements; 0 where a size is 1."""
-    strides = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
-    return (0, strides[0], strides[1]) if x.dim() == 3 else (strides[0], strides[1], strides[2])
 
 
 def _vector(tensors: Tensors) -> int:
@@ -135,7 +123,7 @@ def _vector(tensors: Tensors) -> int:
     """
     unit = 16 // tensors.k.element_size()
     for x in (tensors.q, tensors.k, tensors.v):
-        if x.data_ptr() % 16 or any(step % unit for step in row_strides(x)):
+        if x.data_ptr() % 16 or any(step % unit for step in strides_of(x, is_packed(x))):
             return 1
     return unit
 
@@ -143,7 +131,7 @@ def _vector(tensors: Tensors) -> int:
 def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, tensors: Tensors):
     """The kernel's run-time numbers, from stride_qb to softcap."""
     inputs = (tensors.q, tensors.k, tensors.v)
-    strides = [step // spec.vector for x in inputs for step in row_strides(x)]
+    strides = [step // spec.vector for x in inputs for step in strides_of(x, is_packed(x))]
     table = tensors.block_table
     left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
     scale, softcap = problem.scale, problem.softcap
