@@ -18,7 +18,7 @@ from onchip.kernels.portable.config import L2_BUDGET_BYTES, Config, can_describe
 from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
 from onchip.problem import Layout, Problem, Tensors
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 
 
@@ -218,8 +218,6 @@ def numbers_of(config: Config, spec: Spec, problem: Problem, tensors: Tensors) -
         for stride in strides_of(x, is_packed(x))
     ]
     table = tensors.block_table
-    scale, softcap = problem.scale, problem.softcap
-    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
     return (
         *strides,
         0 if table is None else table.stride(0),
@@ -230,11 +228,20 @@ def numbers_of(config: Config, spec: Spec, problem: Problem, tensors: Tensors) -
         problem.num_heads,
         problem.group,
         heads_per_group(config, problem),
-        left,
-        right,
-        scale / softcap if softcap > 0 else scale * _LOG2E,
-        softcap * _LOG2E,
+        *edges_of(problem),
+        *factors_of(problem, LOG2E),
     )
+
+
+def edges_of(problem: Problem) -> tuple[int, int]:
+    """The window's left and right edge as the kernels take them."""
+    return min(problem.mask.left, _UNBOUNDED), min(problem.mask.right, _UNBOUNDED)
+
+
+def factors_of(problem: Problem, unit: float) -> tuple[float, float]:
+    """Factors before and behind the softcap's tanh, or the scale and 0; `unit` of the logits."""
+    scale, softcap = problem.scale, problem.softcap
+    return scale / softcap if softcap > 0 else scale * unit, softcap * unit
 
 
 def heads_per_group(config: Config, problem: Problem) -> int:

@@ -6,7 +6,6 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.kernels.portable.arguments import (
+    LOG2E,
     are_aligned,
     describe,
+    edges_of,
+    factors_of,
     is_packed,
     precision_of,
     strides_of,
@@ -28,9 +30,6 @@ from onchip.problem import Layout, Problem, Tensors
 
 #: Rows of LSE and D that belong to one sequence only: no tile of queries is longer.
 STATS_BLOCK = 128
-
-_LOG2E = math.log2(math.e)
-_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,8 @@ def pre_spec_of(problem: Problem, dout: Tensor) -> Spec:
 
 def row_strides(x: Tensor) -> tuple[list[int], int]:
     """Strides of sequence, row and head in units of 16 bytes where they are that, and the unit."""
-    strides = strides_of(x, is_packed(x))
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(stride % unit for stride in strides):
-        unit = 1
-    return [stride // unit for stride in strides], unit
+    unit = 16 // x.element_size() if are_aligned(x) else 1
+    return [stride // unit for stride in strides_of(x, is_packed(x))], unit
 
 
 def sources_of(spec: Spec, tensors: Tensors, dout: Tensor) -> tuple:
@@ -241,9 +237,7 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
         for x in (tensors.q, tensors.k, tensors.v, dout)
         for stride in strides_of(x, is_packed(x))
     ]
-    scale, softcap = problem.scale, problem.softcap
-    unit = 1.0 if problem.dtype == torch.float32 else _LOG2E  # logits' base, e or 2
-    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
+    unit = 1.0 if problem.dtype == torch.float32 else LOG2E  # logits' base, e or 2
     return (
         *strides,
         problem.batch,
@@ -253,11 +247,9 @@ def numbers_of(spec: Spec, problem: Problem, tensors: Tensors, dout: Tensor, gro
         problem.num_heads,
         problem.num_kv_heads,
         group,
-        left,
-        right,
-        scale / softcap if softcap > 0 else scale * unit,
-        softcap * unit,
-        scale,
+        *edges_of(problem),
+        *factors_of(problem, unit),
+        problem.scale,
     )
 
 

@@ -6,18 +6,21 @@ heads, D / D_v head dimensions, N page size, BN keys of a tile.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from onchip.kernels.portable.arguments import is_packed, precision_of, strides_of
+from onchip.kernels.portable.arguments import (
+    LOG2E,
+    edges_of,
+    factors_of,
+    is_packed,
+    precision_of,
+    strides_of,
+)
 from onchip.kernels.portable.config import padded
 from onchip.kernels.portable.decode_config import DecodeConfig
 from onchip.problem import Layout, Problem, Tensors
-
-_LOG2E = math.log2(math.e)
-_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,6 @@ def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, ten
     inputs = (tensors.q, tensors.k, tensors.v)
     strides = [step // spec.vector for x in inputs for step in strides_of(x, is_packed(x))]
     table = tensors.block_table
-    left, right = (min(edge, _UNBOUNDED) for edge in (problem.mask.left, problem.mask.right))
-    scale, softcap = problem.scale, problem.softcap
     return (
         *strides,
         0 if table is None else table.stride(0),
@@ -144,8 +145,6 @@ def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, ten
         problem.tokens_q,
         problem.num_heads,
         config.splits,
-        left,
-        right,
-        scale / softcap if softcap > 0 else scale * _LOG2E,
-        softcap * _LOG2E,
+        *edges_of(problem),
+        *factors_of(problem, LOG2E),
     )
