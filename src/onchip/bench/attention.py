@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from onchip import reference
 from onchip.api import attention
-from onchip.bench import varied
+from onchip.bench import timing, varied
 
 TOKENS, WIDTH = varied.TOKENS, varied.WIDTH
 DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
@@ -65,6 +65,7 @@ def _compiled_flex(length: int, causal: bool):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 200
+    torch._functorch.config.donated_buffer = False  # a backward is timed again and again
     mask = None
     if causal:
         mask = create_block_mask(_sees, None, None, length, length, device="cuda")
@@ -153,16 +154,6 @@ def check(dim: int, causal: bool) -> None:
         assert error <= 2 * allowed + 0.03 * want.abs().max().item(), (dim, causal, name, error)
 
 
-def _time_ms(run: Callable[[], object], repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
 def _runs(calls: dict[str, Call], inputs, causal: bool, part: str) -> dict[str, Callable]:
     """What to time for each call; calls that fail are left out."""
     runs: dict[str, Callable] = {}
@@ -189,11 +180,7 @@ def measure(calls: dict[str, Call], dim: int, length: int, causal: bool, part: s
     inputs = inputs_of(dim, length)
     runs = _runs(calls, inputs, causal, part)
     flops = (4 if part == "forward" else 10) * TOKENS * length * WIDTH / (2 if causal else 1)
-    repeats = {n: max(1, round(3 / max(_time_ms(r, 1), 1e-3))) for n, r in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(_time_ms(run, repeats[name]))
+    times = timing.interleaved_device_ms(runs, rounds)
     return {n: flops / statistics.median(t) / 1e9 for n, t in times.items()}
 
 

@@ -40,6 +40,51 @@ def interleaved_us(
     return times_us
 
 
+#: Clock ticks that a GPU spins before a measurement, about 1 ms: time for the host to get ahead,
+#: so that the first call's way to the GPU is not counted as the GPU's work.
+_HEAD_START_TICKS = 2_000_000
+
+
+def device_ms(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of GPU time of one call, by events around `repeats` of them."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START_TICKS)
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def interleaved_device_ms(
+    calls: Mapping[str, Callable[[], object]], rounds: int = 7, min_time_ms: float = 3.0
+) -> dict[str, list[float]]:
+    """GPU time of one call in each round, in turns.
+
+    Args:
+        calls: name -> what to time.
+        rounds: times that each is measured.
+        min_time_ms: a measurement repeats a short call until it has lasted so long.
+
+    Returns:
+        name -> `rounds` times of one call, milliseconds.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        device_ms(call, 1)  # warms up
+        repeats[name] = max(1, round(min_time_ms / max(device_ms(call, 1), 1e-3)))
+    times_ms: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        for name in order:
+            times_ms[name].append(device_ms(calls[name], repeats[name]))
+        order.reverse()
+    return times_ms
+
+
 def median_ratio(above_us: list[float], below_us: list[float]) -> float:
     """Median over rounds of above / below: both of a round met the same machine."""
     return statistics.median(a / b for a, b in zip(above_us, below_us, strict=True))

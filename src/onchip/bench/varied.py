@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from onchip.api import attention, attention_varlen
-from onchip.bench.timing import interleaved_us
+from onchip.bench.timing import interleaved_device_ms
 
 TOKENS, WIDTH = 16384, 2048
 WINDOW = 1024
@@ -40,10 +40,8 @@ def _parts(call: Callable, leaves: list[torch.Tensor]) -> dict[str, Callable[[],
 
 
 def _medians_us(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    for run in runs.values():
-        run()
-    times = interleaved_us(runs, rounds, 4000.0, torch.cuda.synchronize)
-    return {name: statistics.median(each) for name, each in times.items()}
+    times_ms = interleaved_device_ms(runs, rounds, 4.0)
+    return {name: 1e3 * statistics.median(each) for name, each in times_ms.items()}
 
 
 def window(dim: int, rounds: int) -> list[dict]:

@@ -319,7 +319,7 @@ def launch(
     Returns:
         dq, dk, dv as q, k, v, contiguous, and dsinks as sinks or None.
     """
-    return launch_with(choose_backward(problem), problem, tensors, saved)
+    return launch_with(None, problem, tensors, saved)
 
 
 class Work(NamedTuple):
@@ -333,23 +333,61 @@ class Work(NamedTuple):
     dq_sum: Tensor | None  # float32, where dQ is added up
 
 
+class Steps:
+    """What backward calls of one signature share: the config and the launches, found once.
+
+    Args:
+        config: tiles, with the reduction that these tensors allow.
+        problem: what the calls ask for.
+    """
+
+    __slots__ = ("config", "launches", "parts", "stats_shape")
+
+    def __init__(self, config: BackwardConfig, problem: Problem):
+        self.config = config
+        self.parts = config.parts()
+        self.stats_shape = (2, *stats_shape(problem))
+        self.launches: dict[str, Resolved] = {}
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every launch has run once and takes the short way from now on."""
+        return all(each.is_resolved for each in self.launches.values())
+
+
+def _steps_of(
+    config: BackwardConfig | None, problem: Problem, tensors: Tensors, dout: Tensor
+) -> Steps:
+    chosen = config or choose_backward(problem)
+    reduction = reduction_of(chosen, problem, tensors, dout)
+    return Steps(replace(chosen, reduction=reduction), problem)
+
+
 def launch_with(
-    config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved
+    config: BackwardConfig | None, problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`launch` with a given config: for the tuner and the tests."""
+    """`launch` with a given config, None for the chosen one: for the tuner and the tests."""
     # Rows between or behind packed sequences are no program's; their gradient is 0.
     new = torch.zeros_like if problem.layout_q is Layout.PACKED else torch.empty_like
     dq, dk, dv = (
         new(x, memory_format=torch.contiguous_format) for x in (tensors.q, tensors.k, tensors.v)
     )
-    *stats, dsinks = _prepare(problem, tensors, saved)
-    config = replace(config, reduction=reduction_of(config, problem, tensors, saved.dout))
+    key = None
+    if extras_of(problem, tensors) is None:
+        key = signature(
+            "bwd", config, problem, tensors, saved.dout, saved.dlse, saved.out, saved.lse
+        )
+    found = kept(key)
+    steps = found or _steps_of(config, problem, tensors, saved.dout)
+    *stats, dsinks = _prepare(steps, problem, tensors, saved)
     dq_sum = None
-    if config.reduction != "none":
+    if steps.config.reduction != "none":
         dq_sum = torch.zeros_like(dq, dtype=torch.float32)
     work = Work(*stats, dq, dk, dv, dq_sum)
-    for part in config.parts():
-        _run(part, config, problem, tensors, saved, work)
+    for part in steps.parts:
+        _run(part, steps, problem, tensors, saved, work)
+    if found is None:
+        keep(key, steps)
     if dq_sum is not None:
         torch.mul(dq_sum, problem.scale, out=dq)
     return dq, dk, dv, dsinks
@@ -358,36 +396,37 @@ def launch_with(
 def only(part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved):
     """A function that runs one of the config's launches, again and again: for the tuner."""
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
-    *stats, _ = _prepare(problem, tensors, saved)
-    config = replace(config, reduction="none")
+    steps = Steps(replace(config, reduction="none"), problem)
+    *stats, _ = _prepare(steps, problem, tensors, saved)
     work = Work(*stats, dq, dk, dv, None)
-    return lambda: _run(part, config, problem, tensors, saved, work)
+    return lambda: _run(part, steps, problem, tensors, saved, work)
 
 
 def _prepare(
-    problem: Problem, tensors: Tensors, saved: Saved
+    steps: Steps, problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """LSE in base 2, D, and the sinks' gradient."""
+    """LSE in base 2, D, and the sinks' gradient. Mutates: steps, which learn the launch."""
     out, lse, sinks = saved.out.contiguous(), saved.lse.contiguous(), tensors.sinks
-    lse_base2, delta = torch.empty((2, *stats_shape(problem)), device=lse.device)
-    num_blocks = triton.cdiv(problem.seqlen_q, STATS_BLOCK.value)
+    stats = torch.empty(steps.stats_shape, device=lse.device)
+    lse_base2, delta = stats[0], stats[1]
     parts = None
     if sinks is not None:
+        num_blocks = triton.cdiv(problem.seqlen_q, STATS_BLOCK.value)
         parts = lse.new_empty(num_blocks, problem.batch, problem.num_heads)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    key = signature("pre", None, problem, tensors, saved.dout, dlse, out, lse)
-    found = kept(key)
-    resolved = found or _resolve_pre(num_blocks, lse_base2.shape[1], problem, saved.dout)
+    resolved = steps.launches.get("pre")
+    if resolved is None:
+        resolved = _resolve_pre(lse_base2.shape[1], problem, saved.dout)
+        steps.launches["pre"] = resolved
     resolved.launch(
         out, saved.dout, lse, dlse, sinks, tensors.cu_seqlens_q, lse_base2, delta, parts,
         *resolved.numbers, resolved.spec,
     )  # fmt: skip
-    if found is None:
-        keep(key, resolved)
     return lse_base2, delta, None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
 
 
-def _resolve_pre(num_blocks: int, stats_width: int, problem: Problem, dout: Tensor) -> Resolved:
+def _resolve_pre(stats_width: int, problem: Problem, dout: Tensor) -> Resolved:
+    num_blocks = triton.cdiv(problem.seqlen_q, STATS_BLOCK.value)
     grid = (num_blocks * problem.batch * problem.num_heads,)
     launch = Launch(attn_bwd_pre_portable, grid, dout.get_device(), num_warps=8)
     numbers = (
@@ -402,17 +441,17 @@ def _resolve_pre(num_blocks: int, stats_width: int, problem: Problem, dout: Tens
 
 
 def _run(
-    part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, saved: Saved,
-    work: Work,
-) -> None:  # fmt: skip
-    """Launches the kernel that makes `part`, see `BackwardConfig.parts`."""
-    kernel = attn_bwd_dq_portable if part == "dq" else attn_bwd_dkdv_portable
+    part: str, steps: Steps, problem: Problem, tensors: Tensors, saved: Saved, work: Work
+) -> None:
+    """Launches the kernel that makes `part`, see `BackwardConfig.parts`.
+
+    Mutates: steps, which learn the launch.
+    """
     extras = extras_of(problem, tensors, saved.aux_sums, part != "dq")
-    key = None
-    if extras is None:
-        key = signature(part, config, problem, tensors, saved.dout)
-    found = kept(key)
-    resolved = found or _resolve(part, kernel, config, problem, tensors, saved.dout, work)
+    resolved = steps.launches.get(part)
+    if resolved is None:
+        resolved = _resolve(part, steps.config, problem, tensors, saved.dout, work)
+        steps.launches[part] = resolved
     inputs = (tensors.q, tensors.k, tensors.v, saved.dout)
     if part == "dq":
         sources = resolved.sources(*inputs)
@@ -429,14 +468,12 @@ def _run(
         *resolved.numbers,
         resolved.spec,
     )
-    if found is None:
-        keep(key, resolved)
 
 
 def _resolve(
-    part: str, kernel, config: BackwardConfig, problem: Problem, tensors: Tensors, dout: Tensor,
-    work: Work,
-) -> Resolved:  # fmt: skip
+    part: str, config: BackwardConfig, problem: Problem, tensors: Tensors, dout: Tensor, work: Work
+) -> Resolved:
+    kernel = attn_bwd_dq_portable if part == "dq" else attn_bwd_dkdv_portable
     tiles = config.tiles_of(part)
     spec = spec_of(config, part, problem, tensors, dout)
     sources = sources_of(spec, tensors, dout)

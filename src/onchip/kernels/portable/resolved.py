@@ -10,7 +10,7 @@ Legend: D / D_v head dimensions.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -45,6 +45,11 @@ class Resolved:
             (x.shape, x.strides) if isinstance(x, TensorDescriptor) else None for x in sources
         )
 
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the launch has run once and can be repeated as it is."""
+        return self.launch.is_resolved
+
     def sources(self, *tensors: Any) -> Any:
         """Tensors as the kernel reads them: as they are, or described."""
         if self._first is not None:
@@ -56,7 +61,14 @@ class Resolved:
         ]
 
 
-_kept: dict[Hashable, Resolved] = {}
+class Keepable(Protocol):
+    """A launch, or several, that may be kept."""
+
+    @property
+    def is_resolved(self) -> bool: ...
+
+
+_kept: dict[Hashable, Any] = {}
 
 
 def signature(
@@ -95,14 +107,14 @@ def signature(
     )
 
 
-def kept(key: Hashable | None) -> Resolved | None:
-    """The launch of a signature, if one was kept."""
+def kept(key: Hashable | None) -> Any:
+    """What was kept for a signature, or None."""
     return None if key is None else _kept.get(key)
 
 
-def keep(key: Hashable | None, resolved: Resolved) -> None:
-    """Keeps a launch that has run once; one that can't be repeated as it is is left alone."""
-    if key is None or not resolved.launch.is_resolved:
+def keep(key: Hashable | None, resolved: Keepable) -> None:
+    """Keeps launches that have run once; what can't be repeated as it is is left alone."""
+    if key is None or not resolved.is_resolved:
         return
     if len(_kept) >= _MAX_RESOLVED:
         _kept.clear()
