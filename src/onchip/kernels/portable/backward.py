@@ -36,6 +36,7 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ from torch import Tensor
 
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import masks
+from onchip.kernels.portable.abreast import in_turn_or_abreast
 from onchip.kernels.portable.arguments import Lengths, lengths_of
 from onchip.kernels.portable.backward_arguments import (
     heads_per_group,
@@ -384,8 +386,10 @@ def launch_with(
     if steps.config.reduction != "none":
         dq_sum = torch.zeros_like(dq, dtype=torch.float32)
     work = Work(*stats, dq, dk, dv, dq_sum)
-    for part in steps.parts:
-        _run(part, steps, problem, tensors, saved, work)
+    launches = [
+        functools.partial(_run, part, steps, problem, tensors, saved, work) for part in steps.parts
+    ]
+    in_turn_or_abreast(launches, tensors.q.get_device() if steps.config.abreast else -1)
     if found is None:
         keep(key, steps)
     if dq_sum is not None:

@@ -74,6 +74,7 @@ class BackwardConfig:
     descriptors: bool = False
     group_heads: bool = False
     dv: Tiles | None = None
+    abreast: bool = False
 
     def __post_init__(self):
         if self.reduction not in REDUCTIONS:
@@ -144,13 +145,19 @@ _FLOAT32 = {
 # D = 256: dK and dV of 64 keys side by side leave 8 warps no way to cut S but across P's rows,
 # so P and dS go through shared memory: 21.0 ms at 16k full. One launch for each takes 128 keys,
 # and P^T and dS^T stay in registers: dV 3.9 ms, dK 6.0 with 3 stages (7.8 with 2), for one
-# product more. dQ 5.5 ms with 3 stages, 7.4 with 2. Together 1.8 times as fast.
+# product more. dQ 5.5 ms with 3 stages, 7.4 with 2. Together 1.8 times as fast. The three abreast
+# rather than in turn: 0.708 / 0.769 ms at 1k causal, 2.11 / 2.28 at 4k causal, 1.10 / 1.14 at 1k
+# full, since a program fills an SM and the last ones leave most SMs idle.
 # Adding dQ up from the dK/dV kernel (5 products, not 7) was slower in all 18 cells.
 _SM90 = {
     64: BackwardConfig(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), descriptors=True),
     128: BackwardConfig(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), descriptors=True),
     256: BackwardConfig(
-        Tiles(32, 128, 8, 3), Tiles(128, 32, 8, 3), descriptors=True, dv=Tiles(64, 128, 8, 2)
+        Tiles(32, 128, 8, 3),
+        Tiles(128, 32, 8, 3),
+        descriptors=True,
+        dv=Tiles(64, 128, 8, 2),
+        abreast=True,
     ),
 }
 
@@ -159,6 +166,9 @@ _SM90 = {
 _SM90_WINDOW = {
     **_SM90,
     128: BackwardConfig(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), descriptors=True),
+    # A left edge besides makes 3 stages of dK spill (34 instructions of the loop): 0.56 ms, 0.54
+    # with 2.
+    256: replace(_SM90[256], dkdv=Tiles(32, 128, 8, 2)),
 }
 
 # Dropout's bits and a score function's values need registers and shared memory besides: with the
