@@ -103,8 +103,9 @@ def test_gradients_are_bitwise_reproducible():
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_a_cuda_graph_replays_with_new_lengths():
-    case = replace(CASES["packed_causal"], dtype=BF16, sinks=False)
+@pytest.mark.parametrize("dim", [64, 256])  # 256: launches abreast, on streams of their own
+def test_a_cuda_graph_replays_with_new_lengths(dim):
+    case = replace(CASES["packed_causal"], dtype=BF16, sinks=False, dim=dim, dim_v=dim)
     call = build(case, device="cuda")
     saved = saved_of(call)
     problem, tensors = replace(call.problem, op=Op.BACKWARD), call.tensors
@@ -124,6 +125,28 @@ def test_a_cuda_graph_replays_with_new_lengths():
         getattr(saved, name).copy_(getattr(fresh, name))
     graph.replay()
     check_gradients(other, fresh, captured)
+
+
+def test_launches_abreast_keep_the_order_of_the_callers_stream():
+    """Inputs that arrive late on the caller's stream, and gradients that are used at once."""
+    problem, tensors, saved = dense(2, 700, 4, 256)
+    want = [x.clone() for x in backward.launch(problem, tensors, saved)[:3]]
+    torch.cuda.synchronize()
+    late = torch.cuda.Stream()
+    given, delayed = saved.dout, torch.empty_like(saved.dout)
+    with torch.cuda.stream(late):
+        for _ in range(3):
+            delayed.fill_(float("nan"))
+            torch.cuda._sleep(5_000_000)
+            delayed.copy_(given)
+            again = backward.launch(problem, tensors, replace(saved, dout=delayed))[:3]
+            used = [x + 0 for x in again]
+            for x in again:
+                x.fill_(float("nan"))
+            del again
+    late.synchronize()
+    for x, y in zip(used, want, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_more_than_two_to_the_31_elements():
