@@ -1,6 +1,6 @@
 """Speed of the GPU kernels beside torch's own attention, in one process, in turns.
 
-Usage: python -m onchip.bench attention [--json PATH] [--rounds 7] [--peers torch]
+Usage: python -m onchip.bench attention [--json PATH] [--rounds 7] [--peers torch] [--kernel NAME]
 
 Peers: flash, cudnn and flex (together: torch), and fa3 where its package is installed. A window,
 packed sequences and memory are measured too (`onchip.bench.varied`).
@@ -33,14 +33,14 @@ from onchip.bench import timing, varied
 
 TOKENS, WIDTH = varied.TOKENS, varied.WIDTH
 DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
-DEFAULT_PATH = Path("benchmarks/results/h200/portable.json")
+RESULTS = Path("benchmarks/results/h200")
 
 Call = Callable[..., torch.Tensor]  # (q, k, v, causal) -> out, all (B, N, H, D)
 
 
-def onchip_call(q, k, v, causal: bool) -> torch.Tensor:
+def onchip_call(q, k, v, causal: bool, kernel: str | None = None) -> torch.Tensor:
     """(B, N, H, D) in and out."""
-    return attention(q, k, v, causal=causal)  # type: ignore[return-value]
+    return attention(q, k, v, causal=causal, kernel=kernel)  # type: ignore[return-value]
 
 
 def _eager_call(q, k, v, causal: bool) -> torch.Tensor:
@@ -62,10 +62,11 @@ def _sees(b, h, i, j):
 
 @functools.lru_cache(None)
 def _compiled_flex(length: int, causal: bool):
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 200
-    torch._functorch.config.donated_buffer = False  # a backward is timed again and again
+    functorch_config.donated_buffer = False  # a backward is timed again and again
     mask = None
     if causal:
         mask = create_block_mask(_sees, None, None, length, length, device="cuda")
@@ -134,8 +135,8 @@ def inputs_of(dim: int, length: int) -> list[torch.Tensor]:
     ]
 
 
-def check(dim: int, causal: bool) -> None:
-    """Holds onchip against the oracle on a small ragged problem.
+def check(call: Call, dim: int, causal: bool) -> None:
+    """Holds one of onchip's kernels against the oracle on a small ragged problem.
 
     Raises:
         AssertionError: if an output or gradient is off by more than twice eager's own error.
@@ -144,10 +145,10 @@ def check(dim: int, causal: bool) -> None:
     dout = torch.randn_like(q)
     oracle = reference.attention_backward(q, k, v, dout, causal=causal)
     grads = []
-    both: tuple[Call, Call] = (onchip_call, _eager_call)
-    for call in both:
+    both: tuple[Call, Call] = (call, _eager_call)
+    for each in both:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        grads.append(torch.autograd.grad(call(*leaves, causal), leaves, dout))
+        grads.append(torch.autograd.grad(each(*leaves, causal), leaves, dout))
     for name, ours, eager in zip(("dq", "dk", "dv"), *grads, strict=True):
         want = getattr(oracle, name)
         error, allowed = ((x.double() - want).abs().max().item() for x in (ours, eager))
@@ -204,11 +205,14 @@ def device_report() -> dict:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m onchip.bench attention", description=__doc__)
-    parser.add_argument("--json", type=Path, default=DEFAULT_PATH)
+    parser.add_argument("--json", type=Path, help=f"default: {RESULTS}/KERNEL.json")
+    parser.add_argument("--kernel", default="portable", help="a kernel's name, or auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peers", type=chosen_peers, default=chosen_peers("torch"))
     parser.add_argument("--parts", type=chosen_parts, default=list(PARTS))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.json = args.json or RESULTS / f"{args.kernel}.json"
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,27 +221,34 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("attention: got a machine without a GPU; run onchip.bench cpu here instead.")
         return 2
+    kernel = None if args.kernel == "auto" else args.kernel
+    ours = functools.partial(onchip_call, kernel=kernel)
     for dim in DIMS:
         for causal in (False, True):
-            check(dim, causal)
-    calls = {"onchip": onchip_call, **{name: PEERS[name] for name in args.peers}}
-    report = {**device_report(), "cells": [], "varied": []}
+            check(ours, dim, causal)
+    calls = {"onchip": ours, **{name: PEERS[name] for name in args.peers}}
+    report = {**device_report(), "kernel": args.kernel, "cells": [], "varied": []}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    if "varied" in args.parts:
-        report["varied"] = varied.measure(args.rounds)
-        for row in report["varied"]:
-            words = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
-            print(" ".join(words), flush=True)
     cells = [(d, n, c) for n in reversed(LENGTHS) for d in DIMS for c in (False, True)]
     for part in (p for p in args.parts if p != "varied"):
         for dim, length, causal in cells:
             speed = measure(calls, dim, length, causal, part, args.rounds)
             cell = {"part": part, "dim": dim, "length": length, "causal": causal}
             report["cells"].append({**cell, "tflops": speed})
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            _write(args.json, report)
             words = " ".join(f"{name} {value:4.0f}" for name, value in speed.items())
             print(f"{part:8} d{dim:<3} n{length:<5} {'causal' if causal else 'full':6} {words}")
+    if "varied" in args.parts:
+        report["varied"] = varied.measure(args.rounds, kernel)
+        for row in report["varied"]:
+            words = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
+            print(" ".join(words), flush=True)
+        _write(args.json, report)
     return 0
+
+
+def _write(path: Path, report: dict) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

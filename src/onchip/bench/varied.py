@@ -7,6 +7,7 @@ Legend: B batch, N sequence length, T packed tokens, H heads, D head dimension.
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable
@@ -44,11 +45,12 @@ def _medians_us(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     return {name: 1e3 * statistics.median(each) for name, each in times_ms.items()}
 
 
-def window(dim: int, rounds: int) -> list[dict]:
+def window(dim: int, rounds: int, kernel: str | None) -> list[dict]:
     """Time of a causal window of 1024 keys against full causal attention, N = 16k."""
     leaves = _leaves(1, TOKENS, WIDTH // dim, dim)
-    full = _parts(lambda q, k, v: attention(q, k, v, causal=True), leaves)
-    cut = _parts(lambda q, k, v: attention(q, k, v, causal=True, window=(WINDOW, 0)), leaves)
+    call = functools.partial(attention, causal=True, kernel=kernel)
+    full = _parts(call, leaves)
+    cut = _parts(functools.partial(call, window=(WINDOW, 0)), leaves)
     rows = []
     for part in full:
         us = _medians_us({"full": full[part], "window": cut[part]}, rounds)
@@ -63,7 +65,7 @@ def lengths() -> list[int]:
     return [draw.randint(SHORTEST, LONGEST) for _ in range(NUM_SEQUENCES)]
 
 
-def varlen(dim: int, causal: bool, rounds: int) -> list[dict]:
+def varlen(dim: int, causal: bool, rounds: int, kernel: str | None) -> list[dict]:
     """FLOP/s of packed sequences against those of a dense batch of their mean length."""
     sizes, heads = lengths(), WIDTH // dim
     mean = round(statistics.mean(sizes))
@@ -71,12 +73,12 @@ def varlen(dim: int, causal: bool, rounds: int) -> list[dict]:
     packed = _parts(
         lambda q, k, v: attention_varlen(
             q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=max(sizes),
-            max_seqlen_k=max(sizes), causal=causal,
+            max_seqlen_k=max(sizes), causal=causal, kernel=kernel,
         ),
         _leaves(sum(sizes), heads, dim),
     )  # fmt: skip
     square = _parts(
-        lambda q, k, v: attention(q, k, v, causal=causal),
+        functools.partial(attention, causal=causal, kernel=kernel),
         _leaves(NUM_SEQUENCES, mean, heads, dim),
     )
     work = sum(n * n for n in sizes) / (NUM_SEQUENCES * mean * mean)
@@ -88,14 +90,14 @@ def varlen(dim: int, causal: bool, rounds: int) -> list[dict]:
     return rows
 
 
-def memory(length: int = 65536, heads: int = 16, dim: int = 128) -> dict:
+def memory(kernel: str | None, length: int = 65536, heads: int = 16, dim: int = 128) -> dict:
     """Peak memory of forward and backward over that of inputs, outputs and gradients."""
     leaves = _leaves(1, length, heads, dim)
     dout = torch.randn_like(leaves[0])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = attention(*leaves, causal=True)
+    out = attention(*leaves, causal=True, kernel=kernel)
     grads = torch.autograd.grad(out, leaves, dout)  # type: ignore[arg-type]
     tensor_bytes = leaves[0].nbytes
     named_bytes = tensor_bytes * (len(leaves) + 1 + 1 + len(grads))  # inputs, dout, out, grads
@@ -103,14 +105,14 @@ def memory(length: int = 65536, heads: int = 16, dim: int = 128) -> dict:
     return {"case": "memory", "length": length, "of_tensors": peak_bytes / named_bytes}
 
 
-def measure(rounds: int) -> list[dict]:
+def measure(rounds: int, kernel: str | None) -> list[dict]:
     """Every case; one that fails is reported and left out."""
     rows: list[dict] = []
-    jobs: list[Callable[[], list[dict]]] = [lambda: [memory()]]
+    jobs: list[Callable[[], list[dict]]] = [lambda: [memory(kernel)]]
     for dim in (64, 128, 256):
-        jobs.append(lambda dim=dim: window(dim, rounds))
+        jobs.append(lambda dim=dim: window(dim, rounds, kernel))
         for causal in (False, True):
-            jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds))
+            jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds, kernel))
     for job in jobs:
         try:
             rows += job()
