@@ -1,6 +1,6 @@
 """`python -m onchip` and the `onchip` command.
 
-`info` works with torch alone; the other commands need the cli extra.
+`info` and `bench` work with torch alone; the other commands need the cli extra.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 _NEEDS_EXTRA = (
     "onchip: this command needs typer, which is not installed; "
-    "without it only `onchip info [--json]` works. "
+    "without it only `onchip info` and `onchip bench` work. "
     "Run: pip install 'onchip[cli]'"
 )
 
@@ -29,6 +29,10 @@ def main() -> int:
         from onchip import info
 
         return info.main(sys.argv[2:])
+    if sys.argv[1:2] == ["bench"]:
+        from onchip.bench import compare
+
+        return compare.main(sys.argv[2:])
     print(_NEEDS_EXTRA, file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""The `onchip` command: info, explain, lab, generate. Needs the cli extra (typer).
+"""The `onchip` command: info, explain, bench, lab, generate. Needs the cli extra (typer).
 
 Every command takes `--json`. Exit status: 0 fine, 1 a check failed, 2 wrong arguments.
 """
@@ -226,6 +226,18 @@ def _device(name: str) -> torch.device:
 
 def _arch(device: torch.device) -> str:
     return device_arch(device) if torch.cuda.is_available() else ""
+
+
+@app.command(
+    "bench",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def _bench(context: typer.Context) -> None:
+    """Times onchip beside three-step attention and its peers, or reads the GPU's counters."""
+    from onchip.bench import compare
+
+    raise typer.Exit(compare.main(context.args))
 
 
 @app.command("lab")

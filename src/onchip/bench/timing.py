@@ -10,6 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
 
 
 def interleaved_us(
@@ -102,3 +105,87 @@ def _once_us(call: Callable[[], object], repeats: int, wait: Callable[[], None])
 def _repeats(call: Callable[[], object], min_time_us: float, wait: Callable[[], None]) -> int:
     _once_us(call, 1, wait)  # warms up
     return max(1, round(min_time_us / max(1e-3, _once_us(call, 1, wait))))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Times of one call, microseconds.
+
+    Args:
+        median_us: half took less.
+        low_us: a tenth took less.
+        high_us: a tenth took more.
+        samples: how many there were.
+    """
+
+    median_us: float
+    low_us: float
+    high_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, times_us: list[float]) -> Spread:
+        """Of at least one time."""
+        ordered = sorted(times_us)
+        last = len(ordered) - 1
+        low, high = (ordered[round(last * share)] for share in (0.1, 0.9))
+        return cls(statistics.median(ordered), low, high, len(ordered))
+
+
+class ColdTimer:
+    """Times single calls whose inputs come from slow memory: the L2 cache is overwritten before.
+
+    On a GPU, events around each call; the overwriting gives the host time to run ahead, so that
+    launches don't count unless they take longer than the call and the overwriting together.
+
+    Args:
+        device: "cuda" or "cpu".
+        cache_bytes: written before each call.
+    """
+
+    def __init__(self, device: str, cache_bytes: int):
+        self.device = device
+        self._cache = torch.empty(cache_bytes, dtype=torch.uint8, device=device)
+
+    def times_us(self, call: Callable[[], object], num_samples: int) -> list[float]:
+        """Times of `num_samples` calls, one after the other."""
+        if self.device == "cpu":
+            return [self._on_cpu_us(call) for _ in range(num_samples)]
+        pairs = []
+        for _ in range(num_samples):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._cache.zero_()
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def _on_cpu_us(self, call: Callable[[], object]) -> float:
+        self._cache.zero_()
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+
+    def interleaved(
+        self, calls: Mapping[str, Callable[[], object]], rounds: int, budget_us: float = 20_000.0
+    ) -> dict[str, Spread]:
+        """Each call's times over rounds in which all take turns, in alternating order.
+
+        Args:
+            calls: name -> what to time; each has run before.
+            rounds: times that each has its turn.
+            budget_us: what one turn may take; at least one sample, 20 at most.
+        """
+        num_samples = {}
+        for name, call in calls.items():
+            once = self.times_us(call, 2)[-1]
+            num_samples[name] = max(1, min(20, round(budget_us / max(once, 1.0))))
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        order = list(calls)
+        for _ in range(rounds):
+            for name in order:
+                times[name] += self.times_us(calls[name], num_samples[name])
+            order.reverse()
+        return {name: Spread.of(each) for name, each in times.items()}
