@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -251,9 +252,15 @@ def _lab(
     mistake: Annotated[
         Mistake | None, typer.Option("--break", help="Plant a mistake (causal implies --causal).")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the interactive page (HTML) there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Checks tiled attention and its gradients against the dense formula, step by step."""
+    if page is not None:
+        _write_page(page, as_json)
+        return
     for option, value in (("--length", length), ("--block", block), ("--head-dim", head_dim)):
         validate.count(option, value, 1)
     from onchip.lab.numeric import run_lab
@@ -264,6 +271,14 @@ def _lab(
     _print(report, as_json)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _write_page(path: Path, as_json: bool) -> None:
+    from onchip.lab.page import write
+
+    written = write(path).resolve()
+    told = {"page": str(written)}
+    typer.echo(json.dumps(told, indent=2) if as_json else f"{written}: open it in a browser")
 
 
 def _loading() -> Callable[[int, int], None]:
