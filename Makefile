@@ -1,6 +1,7 @@
 # make demo       a small language model answers through onchip, on this machine
 # make test       every test
 # make lint       ruff, pyright, import-linter, size report
+# make docs       the site, into build/site
 # make bench-cpu  measures the CPU kernels and renews README's tables
 #
 # Each sets up .venv first and again only when pyproject.toml or constraints.txt changes.
@@ -19,7 +20,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: demo test lint bench-cpu clean
+.PHONY: demo test lint docs bench-cpu clean
 .NOTPARALLEL:
 
 # OpenMP's threads wait by spinning, which starves them where something else runs: decode on two
@@ -36,6 +37,9 @@ lint: $(VENV)/.dev
 	PYRIGHT_PYTHON_FORCE_VERSION=$(PYRIGHT_VERSION) $(VENV)/bin/pyright --pythonpath $(PY)
 	$(VENV)/bin/lint-imports
 	$(PY) tools/size_report.py src tools
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 bench-cpu: $(VENV)/.dev
 	$(PY) -m onchip.bench.cpu

@@ -77,12 +77,14 @@ def test_wheel_holds_the_package(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
-    sources = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src").rglob("*.py")}
+    kinds = ("*.py", "*.js", "*.css", "*.html")
+    files = (path for kind in kinds for path in (ROOT / "src").rglob(kind))
+    sources = {str(path.relative_to(ROOT / "src")) for path in files}
     assert sources | {"onchip/py.typed"} <= names
     assert any(n.endswith("licenses/LICENSE") for n in names)
     assert not any(n.startswith(("tests", "tools")) for n in names)
     assert "License-Expression: Apache-2.0" in metadata
-    for extra in ("engine", "cli", "plot", "dev"):
+    for extra in ("engine", "cli", "plot", "docs", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
 
 

@@ -88,6 +88,16 @@ def test_plot(tmp_path):
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_plot_of_bytes(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = roofs.plot_bytes(problem_of(), H200, tmp_path / "bytes.svg", (1024, 16384))
+    text = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    assert "bytes of slow memory" in text and "three-step" in text
+    with pytest.raises(ValueError, match="lengths: got"):
+        roofs.plot_bytes(problem_of(), H200, tmp_path / "bytes.svg", [])
+
+
 def test_plot_refuses(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="path: got roof.pdf; allowed: a name in .svg or .png"):
         roofs.plot(problem_of(), H100, tmp_path / "roof.pdf")

@@ -12,8 +12,10 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+from onchip.analysis.words import human, human_us
 from onchip.compat import flash_attn, flash_attn_3
 from onchip.kernels import KERNELS, Kernel
+from onchip.problem import Op
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,6 +44,15 @@ def _kernel_row(record: Kernel) -> list[str]:
         str(record.max_head_dim),
         ", ".join(sorted(record.features)) if record.op.value != "store" else "",
     ]
+
+
+def features() -> str:
+    """Which kernel takes which optional feature."""
+    records = [record for record in KERNELS if record.op is not Op.STORE]
+    names = sorted(set().union(*(record.features for record in records)))
+    head = ["feature", *(f"`{record.name}` {record.op.value}" for record in records)]
+    rows = [[f"`{n}`", *("yes" if n in r.features else "" for r in records)] for n in names]
+    return table(head, rows)
 
 
 def cpu(path: Path = RESULTS / "cpu" / "attention.json") -> str:
@@ -145,6 +156,77 @@ def _decode_row(row: dict) -> list[str]:
     ]
 
 
+def published(path: Path = RESULTS / "h200" / "published.json") -> str:
+    """Three steps against tiles, from what `onchip bench --published --json` wrote."""
+    if not path.exists():
+        return "No results recorded yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, torch {torch}, triton {triton}, {date}, float16".format(**report)
+    lengths = list(dict.fromkeys(cell["case"]["length"] for cell in report["cells"]))
+    parts = {"forward": "forward", "both": "forward and backward"}
+    rows = []
+    for part in dict.fromkeys(cell["part"] for cell in report["cells"]):
+        found = {c["case"]["length"]: c for c in report["cells"] if c["part"] == part}
+        for index, row in enumerate(found[lengths[0]]["rows"]):
+            own = [found[n]["rows"][index] for n in lengths]
+            rows.append([parts[part], row["method"], *map(_time_text, own), *_roof_and_memory(own)])
+    head = ["part", "method", *(f"N = {n}" for n in lengths), "of the roof", "memory"]
+    return f"{where}:\n\n{table(head, rows)}"
+
+
+def _time_text(row: dict) -> str:
+    if not row["time"]:
+        return row["why_not"]
+    time = row["time"]
+    spread = f"{time['low_us'] / 1e3:.3g} - {time['high_us'] / 1e3:.3g}"
+    return f"{time['median_us'] / 1e3:.3g} ms ({spread})"
+
+
+def _roof_and_memory(rows: list[dict]) -> list[str]:
+    """Of the longest that has a time."""
+    timed = [row for row in rows if row["time"]]
+    if not timed:
+        return ["", ""]
+    last = timed[-1]
+    return [f"{last['roofline_fraction']:.0%}", human(last["peak_bytes"])]
+
+
+def counters(path: Path = RESULTS / "h200" / "counters.json") -> str:
+    """Slow-memory bytes by the GPU's counters, and by the model, from `onchip bench --counters`."""
+    if not path.exists():
+        return "No results recorded yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    where = "{device}, driver {driver}, {date}".format(
+        driver=report["nvidia_smi"].get("driver_version", "?"), **report
+    )
+    head = ["call", "read", "predicted", "written", "predicted", "in all, measured / predicted",
+            "kernels: time, DRAM, tensor cores, bank conflicts, waits"]  # fmt: skip
+    return f"{where}:\n\n{table(head, [_count_row(call) for call in report['calls']])}"
+
+
+def _count_row(call: dict) -> list[str]:
+    kernels = call["kernels"]
+    read, written = (sum(k[f"{what}_bytes"] for k in kernels) for what in ("read", "written"))
+    wanted = call["predicted"]
+    kernel_words = "<br>".join(_kernel_words(kernel) for kernel in kernels)
+    return [
+        call["words"], human(read), human(wanted[0]), human(written), human(wanted[1]),
+        f"{(read + written) / sum(wanted):.2f}", kernel_words,
+    ]  # fmt: skip
+
+
+def _kernel_words(kernel: dict) -> str:
+    waits = ", ".join(f"{name} {value:.1f}" for name, value in list(kernel["stalls"].items())[:2])
+    tensor = kernel["tensor_percent"]
+    parts = [human_us(kernel["time_us"]), f"{kernel['dram_percent']:.0f} %"]
+    parts += [
+        f"{tensor:.0f} %" if tensor is not None else "-",
+        str(kernel["bank_conflicts"]),
+        waits,
+    ]
+    return f"`{kernel['name'][:40]}`: {', '.join(parts)}"
+
+
 def parameters(module: ModuleType) -> str:
     """Every parameter of a compat module's functions: its default, and whether it does something.
 
@@ -194,11 +276,23 @@ def replaced(text: str, page: str, name: str, body: str) -> str:
 
 PAGES = {
     "README.md": ("kernels",),
-    "docs/benchmarks.md": ("cpu", "kernels_alone", "gpu", "varied", "decode"),
+    "docs/benchmarks.md": (
+        "published",
+        "counters",
+        "cpu",
+        "kernels_alone",
+        "gpu",
+        "varied",
+        "decode",
+    ),
+    "docs/support.md": ("kernels", "features"),
     "docs/compat.md": ("compat_2", "compat_3"),
 }
 TABLES = {
     "kernels": kernels,
+    "features": features,
+    "published": published,
+    "counters": counters,
     "cpu": cpu,
     "gpu": gpu,
     "kernels_alone": kernels_alone,

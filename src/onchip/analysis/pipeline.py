@@ -27,10 +27,12 @@ class Schedule:
     Args:
         name: of the schedule.
         spans: in no particular order.
+        unit: of their times.
     """
 
     name: str
     spans: tuple[Span, ...]
+    unit: str = "us"
 
     @property
     def total_us(self) -> float:
@@ -70,7 +72,7 @@ class Schedule:
         if width < 8:
             raise ValueError(f"width: got {width}; allowed: 8 or more")
         margin = max(map(len, self.lanes))
-        lines = [f"{self.name}: {self.total_us:g} us"]
+        lines = [f"{self.name}: {self.total_us:g} {self.unit}"]
         for lane in self.lanes:
             row = ["."] * width
             for span in self.lane(lane):
@@ -104,14 +106,18 @@ class Schedule:
             f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" '
             'role="img">',
             f"<title>{escape(self.name)}</title>",
-            f'<text x="4" y="18" fill="#888">{escape(self.name)}: {self.total_us:g} us</text>',
+            f'<text x="4" y="18" fill="#888">{escape(self.name)}: '
+            f"{self.total_us:g} {escape(self.unit)}</text>",
         ]
         for index, lane in enumerate(self.lanes):
             top = 30 + index * (row + gap)
             parts.append(f'<text x="4" y="{top + 17}" fill="#888">{escape(lane)}</text>')
             for span in self.lane(lane):
+                if span.end_us == span.start_us:
+                    continue  # a unit that idles
                 left = margin + span.start_us * scale
-                parts += _box(span, left, top, (span.end_us - span.start_us) * scale, row, index)
+                width_us = span.end_us - span.start_us
+                parts += _box(span, self.unit, left, top, width_us * scale, row, index)
         parts.append(_axis(margin, scale, self.total_us, height))
         return "\n".join([*parts, "</svg>\n"])
 
@@ -119,9 +125,11 @@ class Schedule:
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2")
 
 
-def _box(span: Span, left: float, top: float, width: float, height: float, index: int) -> list[str]:
+def _box(
+    span: Span, unit: str, left: float, top: float, width: float, height: float, index: int
+) -> list[str]:
     colour = _COLOURS[index % len(_COLOURS)]
-    tip = f"{span.lane}: {span.label}, {span.start_us:g} to {span.end_us:g} us"
+    tip = f"{span.lane}: {span.label}, {span.start_us:g} to {span.end_us:g} {unit}"
     return [
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(width - 1, 0.5):.1f}" '
         f'height="{height}" rx="2" fill="{colour}"><title>{escape(tip)}</title></rect>',

@@ -184,19 +184,7 @@ def plot(
         ValueError: if the path's suffix or a length is none of those.
         ModuleNotFoundError: if matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"path: got {path.name}; allowed: a name in {' or '.join(SUFFIXES)}")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths: got {tuple(lengths)}; allowed: one or more, each 1 or more")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        advice = "matplotlib is not installed. Run: pip install 'onchip[plot]'"
-        raise ModuleNotFoundError(advice, name=error.name) from error
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    path, figure, axes = _canvas(path, lengths)
     found: dict[str, list[Point]] = {}
     for length in lengths:
         posed = with_length(problem, length)
@@ -220,6 +208,49 @@ def plot(
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path)
     return path
+
+
+def plot_bytes(
+    problem: Problem,
+    hardware: Hardware,
+    path: str | Path,
+    lengths: Sequence[int] = (1024, 4096, 16384, 65536),
+) -> Path:
+    """Draws the slow-memory bytes of a problem's methods against N.
+
+    Args, returns and raises: as `plot`.
+    """
+    path, figure, axes = _canvas(path, lengths)
+    found: dict[str, list[int]] = {}
+    for length in lengths:
+        for bill in methods(with_length(problem, length), hardware):
+            found.setdefault(bill.method, []).append(bill.slow_bytes)
+    for (method, amounts), marker in zip(found.items(), "os^", strict=False):
+        axes.plot(lengths, amounts, marker=marker, label=method)
+    axes.set(xscale="log", yscale="log", xlabel="N", ylabel="bytes of slow memory")
+    axes.set(title=f"{hardware.name}, D = {problem.head_dim}, H = {problem.num_heads}")
+    axes.set_xticks(lengths, [_joined([n]) for n in lengths], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+    return path
+
+
+def _canvas(path: str | Path, lengths: Sequence[int]):
+    """Where to draw, once it is known that it can be done."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"path: got {path.name}; allowed: a name in {' or '.join(SUFFIXES)}")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths: got {tuple(lengths)}; allowed: one or more, each 1 or more")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        advice = "matplotlib is not installed. Run: pip install 'onchip[plot]'"
+        raise ModuleNotFoundError(advice, name=error.name) from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    return path, figure, figure.add_subplot()
 
 
 def _joined(lengths: Sequence[int]) -> str:
