@@ -4,9 +4,10 @@ Usage: onchip bench [--seqlen 1024,8192] [--published] [--json FILE] [--plot FIL
 
 Every row's results are held to the contract's error rule first; one that fails it gets no speed,
 and one that cannot run says why. Rows take turns, each call meets a cold L2 cache, and times are
-medians with the 10th and 90th percentile beside them. The fraction of the roofline is the time
-that the needed FLOPs, exponentials and bytes (inputs and outputs once) take at the GPU's stated
-rates, over the measured time.
+the GPU's (launches do not count): medians, with the 10th and 90th percentile beside them. The
+fraction of the roofline is the time that the needed FLOPs, exponentials and bytes (inputs and
+outputs once) take at the GPU's stated rates, over the measured time. Predictions for onchip's
+kernels are at the rates that the GPU achieves in a matrix product and a copy.
 
 Legend: B batch, N sequence length, H heads, D head dimension.
 """
@@ -27,7 +28,8 @@ import torch
 from onchip import dispatch
 from onchip.analysis import cost, roofline
 from onchip.analysis.bill import Stage, once
-from onchip.analysis.hardware import Hardware
+from onchip.analysis.hardware import Achieved, Hardware
+from onchip.analysis.hardware import measure as achieved_rates
 from onchip.bench import methods as rows
 from onchip.bench import report, verify
 from onchip.bench.cases import Case
@@ -53,7 +55,8 @@ class Row:
         tflops: needed FLOPs over the median time.
         roofline_fraction: 1 at the roof; None where the GPU has no record.
         peak_bytes: memory that a call took beyond its inputs; None on a CPU.
-        predicted_us: for onchip's kernels, time if all overlaps and if nothing does.
+        predicted_us: for onchip's kernels, time if all overlaps and if nothing does, at the
+            rates that the GPU achieves.
     """
 
     method: str
@@ -86,6 +89,7 @@ def measure(
     rounds: int = 5,
     hardware: Hardware | None = None,
     step: Callable[[str], None] = lambda what: None,
+    achieved: Achieved | None = None,
 ) -> Cell:
     """Checks and times every method in one case.
 
@@ -96,12 +100,14 @@ def measure(
         rounds: turns of each.
         hardware: for the roofline; none without.
         step: is told what happens next.
+        achieved: rates that the GPU was seen to achieve, for predictions; else the stated ones.
     """
     inputs = case.inputs()
     step("oracle")
     wanted = verify.expected(case, inputs, part)
     runs: dict[str, Run] = {}
     found: dict[str, Row] = {}
+    peaks: dict[str, int | None] = {}
     for method in rows.methods(case, names):
         step(f"check {method.name}")
         run = prepared(method, case, inputs, part)
@@ -109,18 +115,21 @@ def measure(
         found[method.name] = Row(method.name, why)
         if not why:
             runs[method.name] = run
+            peaks[method.name] = _peak_bytes(run, case)
     step("time")
-    times = _timer(case, hardware).interleaved({n: r.call for n, r in runs.items()}, rounds)
+    calls = {name: run.call for name, run in runs.items()}
+    large = frozenset(name for name, peak in peaks.items() if _is_large(peak))
+    times = _timer(case, hardware).interleaved(calls, rounds, large=large)
     bound_us = _bound_us(case, part, hardware)
-    for name, run in runs.items():
-        spread = times[name]
+    seen = hardware.achieving(achieved) if hardware and achieved else hardware
+    for name, spread in times.items():
         found[name] = Row(
             name,
             time=spread,
             tflops=case.flops(part) / spread.median_us / 1e6,
             roofline_fraction=bound_us / spread.median_us if bound_us else None,
-            peak_bytes=_peak_bytes(run, case),
-            predicted_us=_predicted_us(name, case, part, hardware),
+            peak_bytes=peaks[name],
+            predicted_us=_predicted_us(name, case, part, seen),
         )
     return Cell(case, part, bound_us, tuple(found.values()))
 
@@ -144,12 +153,19 @@ def _timer(case: Case, hardware: Hardware | None) -> ColdTimer:
 def _peak_bytes(run: Run, case: Case) -> int | None:
     if case.device == "cpu":
         return None
-    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run.call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def _is_large(peak_bytes: int | None) -> bool:
+    """Whether a call leaves too little of the GPU's memory for what others keep cached."""
+    if peak_bytes is None:
+        return False
+    return 4 * peak_bytes > torch.cuda.get_device_properties(0).total_memory
 
 
 def _bound_us(case: Case, part: str, hardware: Hardware | None) -> float | None:
@@ -199,10 +215,13 @@ def cells(options: Options, progress: report.Progress) -> Iterator[Cell]:
     hardware, why = _hardware(device)
     if why:
         progress.say(why)
+    achieved = achieved_rates(options.cases[0].dtype) if hardware else None
     for part in options.parts:
         for case in options.cases:
             progress.begin(f"N = {case.length}, {part}")
-            yield measure(case, part, options.methods, options.rounds, hardware, progress.step)
+            yield measure(
+                case, part, options.methods, options.rounds, hardware, progress.step, achieved
+            )
 
 
 def _hardware(device: str) -> tuple[Hardware | None, str]:

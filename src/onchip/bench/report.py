@@ -75,6 +75,8 @@ def table(cell: Cell) -> str:
     head = (
         f"  {'method':<17}{'time':>9}  {'10 - 90 %':<21}{'TFLOP/s':>8}{'of roof':>9}{'memory':>11}"
     )
+    if any(row.predicted_us for row in cell.rows):
+        head += "  predicted"
     timed = sorted((r for r in cell.rows if r.time), key=lambda r: r.time.median_us)  # type: ignore
     rest = [f"  {r.method:<17}{'-':>9}  {r.why_not}" for r in cell.rows if not r.time]
     return "\n".join([title, head, *map(_line, timed), *rest]) + "\n"
@@ -85,9 +87,12 @@ def _line(row: Row) -> str:
     spread = f"{human_us(row.time.low_us)} - {human_us(row.time.high_us)}"
     roof = "" if row.roofline_fraction is None else f"{row.roofline_fraction:.0%}"
     memory = "" if row.peak_bytes is None else human(row.peak_bytes)
+    predicted = ""
+    if row.predicted_us:
+        predicted = "  " + " - ".join(map(human_us, row.predicted_us))
     return (
         f"  {row.method:<17}{human_us(row.time.median_us):>9}  {spread:<21}{row.tflops:>8.3g}"
-        f"{roof:>9}{memory:>11}"
+        f"{roof:>9}{memory:>11}{predicted}"
     )
 
 

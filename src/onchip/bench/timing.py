@@ -7,9 +7,10 @@ for a callable's time, and medians of each round's quotient for a ratio.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,8 @@ def interleaved_us(
     return times_us
 
 
+#: Ticks of a GPU's clock in a microsecond, at most, and the longest that a GPU waits for the host.
+_TICKS_US, _MOST_HOST_US = 2000, 20_000.0
 #: Clock ticks that a GPU spins before a measurement, about 1 ms: time for the host to get ahead,
 #: so that the first call's way to the GPU is not counted as the GPU's work.
 _HEAD_START_TICKS = 2_000_000
@@ -50,8 +53,6 @@ _HEAD_START_TICKS = 2_000_000
 
 def device_ms(call: Callable[[], object], repeats: int) -> float:
     """Milliseconds of GPU time of one call, by events around `repeats` of them."""
-    import torch
-
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HEAD_START_TICKS)
     start.record()
@@ -135,8 +136,8 @@ class Spread:
 class ColdTimer:
     """Times single calls whose inputs come from slow memory: the L2 cache is overwritten before.
 
-    On a GPU, events around each call; the overwriting gives the host time to run ahead, so that
-    launches don't count unless they take longer than the call and the overwriting together.
+    On a GPU, events around each call, which the GPU reaches only when the host has issued all of
+    it: launches do not count.
 
     Args:
         device: "cuda" or "cpu".
@@ -147,13 +148,22 @@ class ColdTimer:
         self.device = device
         self._cache = torch.empty(cache_bytes, dtype=torch.uint8, device=device)
 
-    def times_us(self, call: Callable[[], object], num_samples: int) -> list[float]:
-        """Times of `num_samples` calls, one after the other."""
+    def times_us(
+        self, call: Callable[[], object], num_samples: int, host_us: float = 0.0
+    ) -> list[float]:
+        """Times of `num_samples` calls, one after the other.
+
+        Args:
+            call: what to time.
+            num_samples: how often.
+            host_us: what the host takes to issue one call.
+        """
         if self.device == "cpu":
             return [self._on_cpu_us(call) for _ in range(num_samples)]
         pairs = []
         for _ in range(num_samples):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(round(1.5 * host_us * _TICKS_US) + 1)
             self._cache.zero_()
             start.record()
             call()
@@ -168,8 +178,23 @@ class ColdTimer:
         call()
         return (time.perf_counter() - start) * 1e6
 
+    def host_us(self, call: Callable[[], object]) -> float:
+        """What the host takes to issue one call; 0 on a CPU, which has nothing to issue."""
+        if self.device == "cpu":
+            return 0.0
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        taken_us = (time.perf_counter() - start) * 1e6
+        torch.cuda.synchronize()
+        return min(taken_us, _MOST_HOST_US)
+
     def interleaved(
-        self, calls: Mapping[str, Callable[[], object]], rounds: int, budget_us: float = 20_000.0
+        self,
+        calls: Mapping[str, Callable[[], object]],
+        rounds: int,
+        budget_us: float = 20_000.0,
+        large: frozenset[str] = frozenset(),
     ) -> dict[str, Spread]:
         """Each call's times over rounds in which all take turns, in alternating order.
 
@@ -177,15 +202,32 @@ class ColdTimer:
             calls: name -> what to time; each has run before.
             rounds: times that each has its turn.
             budget_us: what one turn may take; at least one sample, 20 at most.
+            large: calls that need most of the GPU's memory, so that what others left in torch's
+                cache is freed before and after their turns.
         """
-        num_samples = {}
+        plan = {}
         for name, call in calls.items():
-            once = self.times_us(call, 2)[-1]
-            num_samples[name] = max(1, min(20, round(budget_us / max(once, 1.0))))
+            with _room(name in large, call):
+                host_us = self.host_us(call)
+                once = self.times_us(call, 2, host_us)[-1]
+            plan[name] = (max(1, min(20, round(budget_us / max(once, 1.0)))), host_us)
         times: dict[str, list[float]] = {name: [] for name in calls}
         order = list(calls)
         for _ in range(rounds):
             for name in order:
-                times[name] += self.times_us(calls[name], num_samples[name])
+                with _room(name in large, calls[name]):
+                    times[name] += self.times_us(calls[name], *plan[name])
             order.reverse()
         return {name: Spread.of(each) for name, each in times.items()}
+
+
+@contextlib.contextmanager
+def _room(is_large: bool, call: Callable[[], object]) -> Iterator[None]:
+    """Memory for a large call, which has it in torch's cache when the block begins."""
+    if is_large:
+        torch.cuda.empty_cache()
+        call()
+    yield
+    if is_large:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
