@@ -137,8 +137,32 @@ def shared_buffers(part: Part, shape: TileShape) -> dict[str, int]:
         del keys["v"]  # P^T dO does without
     owned, walked = (keys, queries) if part.owns_keys else (queries, keys)
     buffers = owned | _walked_buffers(part, shape, walked)
-    if not part.uses_warpgroups(shape) and part.rows(shape) < 16 * shape.num_warps:
+    # With one stage dQ's dS goes where V was.
+    dead = part.name == "dq" and shape.num_stages == 1
+    if not dead and not part.uses_warpgroups(shape) and part.rows(shape) < 16 * shape.num_warps:
         buffers["p"] = shape.block_m * shape.block_n * part.itemsize
+    return buffers
+
+
+def decode_buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
+    """Shared memory of a decode by buffer, in bytes.
+
+    Args:
+        problem: the call.
+        config: a decode's: rows, groups, block_n, num_warps and num_stages.
+        arch: architecture that it is compiled for.
+    """
+    d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    itemsize = problem.dtype.itemsize
+    warpgroups = arch == "sm_90" and not config.groups and config.rows >= 64
+    copies = config.num_stages if warpgroups else max(1, config.num_stages - 1)
+    token = copies * config.block_n * problem.kv_dtype.itemsize
+    buffers = {"k": d * token, "v": d_v * token}
+    if not config.groups:
+        buffers["q"] = config.rows * d * itemsize  # the narrow walk has q in registers
+    spread = not warpgroups and config.rows < 16 * config.num_warps
+    if (spread and not config.groups) or problem.kv_dtype.itemsize < itemsize:
+        buffers["p"] = config.rows * config.block_n * itemsize
     return buffers
 
 
