@@ -169,8 +169,8 @@ def published(path: Path = RESULTS / "h200" / "published.json") -> str:
         found = {c["case"]["length"]: c for c in report["cells"] if c["part"] == part}
         for index, row in enumerate(found[lengths[0]]["rows"]):
             own = [found[n]["rows"][index] for n in lengths]
-            rows.append([parts[part], row["method"], *map(_time_text, own), *_roof_and_memory(own)])
-    head = ["part", "method", *(f"N = {n}" for n in lengths), "of the roof", "memory"]
+            rows.append([parts[part], row["method"], *map(_time_text, own), *_of_longest(own)])
+    head = ["part", "method", *(f"N = {n}" for n in lengths), "of the roof", "memory", "predicted"]
     return f"{where}:\n\n{table(head, rows)}"
 
 
@@ -182,13 +182,15 @@ def _time_text(row: dict) -> str:
     return f"{time['median_us'] / 1e3:.3g} ms ({spread})"
 
 
-def _roof_and_memory(rows: list[dict]) -> list[str]:
-    """Of the longest that has a time."""
+def _of_longest(rows: list[dict]) -> list[str]:
+    """Fraction of the roof, memory and predicted time of the longest N that has a time."""
     timed = [row for row in rows if row["time"]]
     if not timed:
-        return ["", ""]
+        return ["", "", ""]
     last = timed[-1]
-    return [f"{last['roofline_fraction']:.0%}", human(last["peak_bytes"])]
+    predicted = last["predicted_us"] or ()
+    words = " - ".join(human_us(us) for us in predicted)
+    return [f"{last['roofline_fraction']:.0%}", human(last["peak_bytes"]), words]
 
 
 def counters(path: Path = RESULTS / "h200" / "counters.json") -> str:
