@@ -1,0 +1,49 @@
+"""The comparison and the counters on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from onchip.analysis.hardware import Hardware, measure
+from onchip.bench import compare, counted, counters
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_comparison(tmp_path):
+    path = tmp_path / "bench.json"
+    line = f"--seqlen 500 --heads 4 --kv-heads 2 --causal --rounds 2 --json {path}"
+    names = ["--methods", "onchip,three-step,torch flash"]
+    assert compare.main([*line.split(), *names]) == 0
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert [cell["part"] for cell in cells] == ["forward", "both"]
+    for cell in cells:
+        rows = {row["method"]: row for row in cell["rows"]}
+        for name in ("onchip portable", "three-step"):
+            assert rows[name]["why_not"] == "" and rows[name]["time"]["median_us"] > 0
+            assert rows[name]["peak_bytes"] > 0
+        assert rows["three-step"]["peak_bytes"] > rows["onchip portable"]["peak_bytes"]
+
+
+def test_rates_are_below_the_stated_ones():
+    gpu, achieved = Hardware.detect(), measure(size=4096)
+    assert 0.3 < achieved.flops / gpu.flops("bfloat16") < 1.05
+    assert 0.5 < achieved.bandwidth / gpu.bandwidth < 1.05
+
+
+def test_counted_bytes_are_the_models():
+    """DRAM bytes within 15 % of the model's, read and written together."""
+    try:
+        ncu = counters.find_ncu()
+        metrics = counters.chosen(counters.available(ncu))
+        call = counted.CALLS["forward-4096"]
+        bill = call.bill(Hardware.detect())
+        found = counters.count(ncu, metrics, call.name, call.words, bill)
+    except counters.CountersError as error:
+        pytest.skip(str(error))
+    assert len(found.kernels) == 1 and "attn_fwd_portable" in found.kernels[0].name
+    assert sum(found.measured) == pytest.approx(sum(found.predicted), rel=0.15)
+    torch.cuda.empty_cache()
