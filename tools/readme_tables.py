@@ -168,10 +168,20 @@ def published(path: Path = RESULTS / "h200" / "published.json") -> str:
     for part in dict.fromkeys(cell["part"] for cell in report["cells"]):
         found = {c["case"]["length"]: c for c in report["cells"] if c["part"] == part}
         for index, row in enumerate(found[lengths[0]]["rows"]):
-            own = [found[n]["rows"][index] for n in lengths]
-            rows.append([parts[part], row["method"], *map(_time_text, own), *_of_longest(own)])
+            own = [found[n]["rows"][index] if n in found else _NOT_RUN for n in lengths]
+            rows.append([parts[part], row["method"], *_times_text(own), *_of_longest(own)])
     head = ["part", "method", *(f"N = {n}" for n in lengths), "of the roof", "memory", "predicted"]
     return f"{where}:\n\n{table(head, rows)}"
+
+
+_NOT_RUN = {"time": None, "why_not": "not measured"}
+
+
+def _times_text(rows: list[dict]) -> list[str]:
+    """A time for each N, or a reason that holds for all of them said once."""
+    if not any(row["time"] for row in rows):
+        return [rows[0]["why_not"], *[""] * (len(rows) - 1)]
+    return [_time_text(row) for row in rows]
 
 
 def _time_text(row: dict) -> str:

@@ -209,13 +209,13 @@ class Options:
     plot: Path | None
 
 
-def cells(options: Options, progress: report.Progress) -> Iterator[Cell]:
+def cells(
+    options: Options,
+    progress: report.Progress,
+    hardware: Hardware | None = None,
+    achieved: Achieved | None = None,
+) -> Iterator[Cell]:
     """Every cell, as it is done."""
-    device = options.cases[0].device
-    hardware, why = _hardware(device)
-    if why:
-        progress.say(why)
-    achieved = achieved_rates(options.cases[0].dtype) if hardware else None
     for part in options.parts:
         for case in options.cases:
             progress.begin(f"N = {case.length}, {part}")
@@ -322,23 +322,28 @@ def _run(options: Options) -> int:
     done: list[Cell] = []
     to_stdout = options.json == Path("-")
     progress = report.Progress(sys.stderr, len(options.cases) * len(options.parts))
-    for cell in cells(options, progress):
+    hardware, why = _hardware(options.cases[0].device)
+    if why:
+        progress.say(why)
+    achieved = achieved_rates(options.cases[0].dtype) if hardware else None
+    for cell in cells(options, progress, hardware, achieved):
         done.append(cell)
         progress.clear()
         if not to_stdout:
             print(report.table(cell), flush=True)
         if options.json and not to_stdout:
-            options.json.write_text(_json(done), encoding="utf-8")
+            options.json.write_text(_json(done, achieved), encoding="utf-8")
     if to_stdout:
-        print(_json(done))
+        print(_json(done, achieved))
     if options.plot:
         report.plot(done, options.plot)
     own = [row for cell in done for row in cell.rows if row.method.startswith("onchip")]
     return int(any(row.why_not for row in own))
 
 
-def _json(done: list[Cell]) -> str:
+def _json(done: list[Cell], achieved: Achieved | None) -> str:
     told = {**report.machine(done[0].case.device), "cells": [cell.to_dict() for cell in done]}
+    told["achieved"] = asdict(achieved) if achieved else None
     return json.dumps(told, indent=1) + "\n"
 
 
