@@ -74,12 +74,18 @@ def check_gradients(call, q, k, v, seed: int = 0, **features) -> None:
     oracle = reference.attention_backward(q, k, v, dout, dlse, **features)
     eager = _autograd(reference.eager, (q, k, v), dout, dlse, features)
     actual = _autograd(call, (q, k, v), dout, dlse, {"return_lse": True, **features})
+    least = 0.0
+    if q.dtype == torch.float32:
+        # P = exp(S - LSE) inherits the rounding of S and of the LSE that was left as a float32;
+        # it shows where scores are hundreds, on some CPUs (6.9e-5 in dV, on AMD EPYC).
+        logits = reference.attention(q, k, v, **features)[1]
+        least = 2 * logits[logits.isfinite()].abs().max().item() if logits.isfinite().any() else 0.0
     dtypes = [x.dtype for x in (q, k, v, features.get("sinks")) if x is not None]
     for name, x, plain, dtype in zip(NAMES, actual, eager, dtypes):  # noqa: B905 (sinks last)
         assert x.dtype == dtype, f"{name}: {x.dtype}"
         # dsinks is float32 but made of D, so of the output that was stored in q's dtype.
         ulps = 4 * torch.finfo(q.dtype).eps / torch.finfo(x.dtype).eps
-        assert_close_to_oracle(x, getattr(oracle, name), plain, name, max(4, ulps))
+        assert_close_to_oracle(x, getattr(oracle, name), plain, name, max(4, ulps, least))
 
 
 def _autograd(call, qkv, dout, dlse, features):
