@@ -21,7 +21,17 @@ from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
-from onchip.problem import Layout, Mask, Op, Params, Problem, Saved, Tensors, needs_copy
+from onchip.problem import (
+    Layout,
+    Mask,
+    NewTokens,
+    Op,
+    Params,
+    Problem,
+    Saved,
+    Tensors,
+    needs_copy,
+)
 
 NAMESPACE = "onchip"
 
@@ -50,13 +60,20 @@ _lib.define(
     "store_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
     " Tensor? k_scale, Tensor? v_scale) -> ()"
 )
+_lib.define(
+    "append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor cache_seqlens, Tensor block_table, Tensor? slot_mapping, Tensor? rotary_cos,"
+    " Tensor? rotary_sin, Tensor? k_scale, Tensor? v_scale, bool interleaved, bool in_order)"
+    " -> (Tensor q, Tensor lengths)"
+)
 
 
 class Plan(NamedTuple):
-    """A problem and the function chosen to run it."""
+    """A problem and the function chosen to run it; `Kernel.load_repeat` says what repeats it."""
 
     problem: Problem
     launch: Callable
+    repeat: Callable | None = None
 
 
 _plans: dict[tuple, Plan] = {}
@@ -96,19 +113,20 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
         kernel = dispatch.choose(problem, params.kernel or None)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = _plans[key] = Plan(problem, kernel.load())
+        found = _plans[key] = Plan(problem, kernel.load(), kernel.load_repeat())
     return found
 
 
-def plan_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scaled: bool) -> Plan:
-    """The chosen kernel for an append; see `plan`."""
-    key = (k.shape, v.shape[-1], k_cache.shape, k.dtype, k_cache.dtype, k.device, scaled)
+def plan_store(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool, entry: str = "") -> Plan:
+    """The chosen kernel for a store of k (T, H_kv, D) and v, or its other `entry`; see `plan`."""
+    key = (entry, k.shape, v.shape[-1], k_cache.shape, k.dtype, k_cache.dtype, k.device, scaled)
     found = _plans.get(key)
     if found is None:
         problem = _store_problem(k, v, k_cache, scaled)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = _plans[key] = Plan(problem, dispatch.choose(problem).load())
+        kernel = dispatch.choose(problem)
+        found = _plans[key] = Plan(problem, kernel.load(entry), kernel.load_repeat(entry))
     return found
 
 
@@ -127,7 +145,7 @@ def _store_problem(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool) -> Probl
         num_heads=k.shape[1],
         num_kv_heads=k.shape[1],
         head_dim=k.shape[2],
-        head_dim_v=v.shape[2],
+        head_dim_v=v.shape[-1],
         mask=Mask(),
         scale=1.0,
         page_size=k_cache.shape[1],
@@ -202,7 +220,7 @@ def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tenso
         found = plan(Op.FORWARD, tensors, params)
         if memo is not None:
             memo.forward = found
-    problem, launch = found
+    problem, launch, _ = found
     if tensors.q.numel() == 0:
         return _new_outputs(tensors.q, tensors.v, tensors.cu_seqlens_q is not None)
     with _without_autocast(problem.device):
@@ -214,7 +232,7 @@ def _attn_backward(
     dout, dlse, out, lse, *args
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     tensors, params = Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:])
-    problem, launch = plan(Op.BACKWARD, tensors, params)
+    problem, launch, _ = plan(Op.BACKWARD, tensors, params)
     aux = tensors.score_aux if params.aux_grad else ()
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
         return *_zero_gradients(tensors, lse, dlse), [x.new_zeros(x.shape) for x in aux]
@@ -244,10 +262,61 @@ def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
 
 def _store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
     scaled = k_scale is not None or v_scale is not None
-    problem, launch = plan_store(k, v, k_cache, v_cache, scaled)
+    problem, launch, _ = plan_store(k, v, k_cache, scaled)
     if k.numel():
         with _without_autocast(problem.device):
             launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def append(new: NewTokens) -> tuple[Tensor, Tensor]:
+    """Appends, past torch's dispatcher where nothing listens to it.
+
+    Returns:
+        q, rotated if `new` says how, else q itself; and the lengths after the append, (B,).
+
+    Mutates:
+        new.k_cache, new.v_cache: the slots of the new tokens.
+    """
+    if is_plain(new.q, new.k, new.v, new.k_cache, new.v_cache):
+        return _append(new)
+    q, lengths = append_op(*new.tensors, new.interleaved, new.in_order)
+    return (new.q if new.rotary_cos is None else q), lengths
+
+
+def _append(new: NewTokens) -> tuple[Tensor, Tensor]:
+    problem, launch, _ = plan_append(new)
+    if new.k.numel() == 0:
+        return new.q, new.cache_seqlens + new.k.shape[1]
+    for name in ("q", "k", "v"):
+        if needs_copy(getattr(new, name)):
+            setattr(new, name, getattr(new, name).contiguous())
+    for name in ("cache_seqlens", "block_table", "slot_mapping", "rotary_cos", "rotary_sin"):
+        x = getattr(new, name)
+        if x is not None and (needs_copy(x) if name == "block_table" else not x.is_contiguous()):
+            setattr(new, name, x.contiguous())
+    with _without_autocast(problem.device):
+        return launch(problem, new)
+
+
+def plan_append(new: NewTokens) -> Plan:
+    """The chosen kernel for an append; see `plan`.
+
+    Raises:
+        NoKernelError: if no kernel takes it.
+    """
+    scaled = new.k_scale is not None or new.v_scale is not None
+    return plan_store(new.k.flatten(0, 1), new.v, new.k_cache, scaled, "append")
+
+
+def _append_kv(*args) -> tuple[Tensor, Tensor]:
+    new = NewTokens(*args)
+    q, lengths = _append(new)
+    return (new.q.new_empty(0) if new.rotary_cos is None else q), lengths
+
+
+def _fake_append(q, k, v, k_cache, v_cache, cache_seqlens, *rest):
+    rotates = rest[2] is not None
+    return q.new_empty(q.shape if rotates else 0), cache_seqlens.new_empty(cache_seqlens.shape)
 
 
 def _fake_forward(q, k, v, cu_seqlens_q, *rest):
@@ -270,6 +339,7 @@ for _name, _impl, _fake in (
     ("attn_forward", _attn_forward, _fake_forward),
     ("attn_backward", _attn_backward, _fake_backward),
     ("store_kv", _store_kv, _fake_store),
+    ("append_kv", _append_kv, _fake_append),
 ):
     _lib.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
@@ -277,6 +347,7 @@ for _name, _impl, _fake in (
 forward_op = torch.ops.onchip.attn_forward.default
 backward_op = torch.ops.onchip.attn_backward.default
 store_op = torch.ops.onchip.store_kv.default
+append_op = torch.ops.onchip.append_kv.default
 
 #: Operators worth saving under selective activation checkpointing
 #: (torch.utils.checkpoint.create_selective_checkpoint_contexts).
@@ -289,7 +360,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         given, counts, params, aux = _parted(args)
-        run = _attn_forward if _is_plain(*given[:3]) else forward_op
+        run = _attn_forward if is_plain(*given[:3]) else forward_op
         out, lse = run(*_inputs(given, counts, aux), *params)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, lse, *aux)
@@ -309,7 +380,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         inputs = _inputs(given, ctx.counts, aux)
         arrived = (dout, out) if dlse is None else (dout, out, dlse)
-        run = _attn_backward if _is_plain(*arrived) else backward_op
+        run = _attn_backward if is_plain(*arrived) else backward_op
         *grads, daux = run(dout, dlse, out, lse, *inputs, *ctx.params)
         grads = [g if need else None for g, need in zip(grads, needed, strict=False)]
         nothing = [None] * (len(needed) - len(grads) - len(aux))
@@ -373,7 +444,7 @@ def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tens
             if training:
                 plan(Op.BACKWARD, t, params)
         t.dropout_rng = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=t.q.device)
-    if not training and _is_plain(t.q, t.k, t.v):
+    if not training and is_plain(t.q, t.k, t.v):
         return _forward(t, params, memo)
     if not training:
         return forward_op(
@@ -406,7 +477,7 @@ def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tens
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _is_plain(*inputs: Tensor) -> bool:
+def is_plain(*inputs: Tensor) -> bool:
     """Whether nothing listens to the dispatcher, so that a call may go past it.
 
     torch's dispatcher costs 12 us for an operator with so many arguments (2026-11-29, Xeon). It

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from onchip import blocks, validate, values
-from onchip.kernels.common import apply_rotary
 from onchip.mods import MaskMod, ScoreMod
-from onchip.problem import Mask, Params, Tensors
+from onchip.problem import Mask, NewTokens, Params, Tensors
 
 _checked: dict[tuple, Memo] = {}
 _MAX_CHECKED = 4096  # a bound on memory for servers whose shapes never repeat
@@ -177,14 +176,6 @@ class CacheArguments:
         )
 
 
-class Append(NamedTuple):
-    """New keys and values on their way into a cache, already rotated."""
-
-    k: Tensor  # (B * S_new, H_kv, D)
-    v: Tensor  # (B * S_new, H_kv, D_v)
-    slots: Tensor  # (B * S_new,)
-
-
 def _meta(x):
     """What checks look at in an argument, hashable."""
     if x is None:
@@ -305,9 +296,10 @@ def varlen(
 
 def kvcache(
     c: CacheArguments, interleaved: bool, options: Options, check_values: bool = True
-) -> tuple[Call, Append | None]:
-    """Prepares `onchip.attention_with_kvcache`: rotation, slots, and pages for every cache.
+) -> tuple[Call, NewTokens | None]:
+    """Prepares `onchip.attention_with_kvcache`: pages for every cache, and what is appended.
 
+    The call's q and lengths are those before the append, which gives the new ones.
     `check_values=False` is for callers that have had the same lengths and pages checked.
 
     Raises:
@@ -329,26 +321,32 @@ def kvcache(
     num_new = 0 if c.k is None else c.k.shape[1]
     if check_values and values.visible(c.q):
         values.cache_values(c, table, num_new)
-    seqlens = c.cache_seqlens + num_new if num_new else c.cache_seqlens
-    q, append = c.q, None
-    if c.k is not None:
-        q, append = _rotate_and_place(c, table, interleaved, options)
+    scales = (per_head(c.k_scale, c.k_cache), per_head(c.v_scale, c.v_cache))
+    new = None
+    if c.k is not None and c.v is not None:
+        # Without an order among the new queries all of them stand at the first position.
+        in_order = not Mask.of(options.causal, options.window).is_full
+        rotary = (c.rotary_cos, c.rotary_sin)
+        new = NewTokens(
+            c.q, c.k, c.v, c.k_cache, c.v_cache, c.cache_seqlens, table, c.slot_mapping,
+            *rotary, *scales, interleaved, in_order,
+        )  # fmt: skip
     tensors = Tensors(
-        q,
+        c.q,
         c.k_cache,
         c.v_cache,
         block_table=table,
-        seqused_k=seqlens,
+        seqused_k=c.cache_seqlens,
         leftpad_k=c.cache_leftpad,
         alibi_slopes=c.alibi_slopes,
         sinks=c.sinks,
-        k_scale=per_head(c.k_scale, c.k_cache),
-        v_scale=per_head(c.v_scale, c.v_cache),
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
     if memo.params is None:
         longest = table.shape[1] * c.k_cache.shape[1]
-        memo.params = options.params(q.shape[-1], q.shape[1], longest)
-    return Call(tensors, memo.params, memo), append
+        memo.params = options.params(c.q.shape[-1], c.q.shape[1], longest)
+    return Call(tensors, memo.params, memo), new
 
 
 def _as_block_table(c: CacheArguments) -> Tensor:
@@ -357,43 +355,31 @@ def _as_block_table(c: CacheArguments) -> Tensor:
         return c.block_table
     if c.cache_batch_idx is not None:
         return c.cache_batch_idx[:, None]
-    return torch.arange(c.q.shape[0], dtype=torch.int32, device=c.q.device)[:, None]
+    return _every_row(c.q.shape[0], c.q.device)
+
+
+def _every_row(batch: int, device: torch.device) -> Tensor:
+    """Rows 0 to B - 1 as a table; kept where that is no part of a graph being recorded."""
+    found = _rows.get((batch, device))
+    if found is not None and not torch.compiler.is_compiling():
+        return found
+    table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if type(table) is Tensor and not capturing and not torch.compiler.is_compiling():
+        if len(_rows) >= _MAX_CHECKED:
+            _rows.clear()
+        _rows[batch, device] = table
+    return table
+
+
+_rows: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def per_head(scale: Tensor | None, cache: Tensor) -> Tensor | None:
     """A cache scale as (H_kv,)."""
-    return None if scale is None else scale.expand(cache.shape[2]).contiguous()
-
-
-def _rotate_and_place(
-    c: CacheArguments, table: Tensor, interleaved: bool, options: Options
-) -> tuple[Tensor, Append]:
-    """Rotates q and k by their positions and finds the new tokens' slots."""
-    assert c.k is not None and c.v is not None
-    num_new, page_size = c.k.shape[1], c.k_cache.shape[1]
-    steps = torch.arange(num_new, device=c.q.device)
-    positions = c.cache_seqlens[:, None].long() + steps  # (B, S_new)
-    slots = c.slot_mapping
-    if slots is None:
-        capacity = table.shape[1] * page_size
-        columns = (positions // page_size).clamp(max=table.shape[1] - 1)
-        slots = table.long().gather(1, columns) * page_size + positions % page_size
-        # Past the table nothing is stored, rather than something overwritten.
-        slots = slots.where(positions < capacity, -1).flatten()
-    q, k = c.q, c.k
-    if c.rotary_cos is not None and c.rotary_sin is not None:
-        rotary = (c.rotary_cos, c.rotary_sin)
-        k = apply_rotary(k, *rotary, positions, interleaved)
-        start = c.cache_seqlens[:, None].long()
-        if Mask.of(options.causal, options.window).is_full:
-            # Without an order among the new queries all of them stand at the first position.
-            rows = start.expand(-1, q.shape[1])
-        else:
-            # The queries are the last of the new tokens.
-            first = num_new - q.shape[1]
-            rows = start + torch.arange(first, num_new, device=q.device)
-        q = apply_rotary(q, *rotary, rows, interleaved)
-    return q, Append(k.flatten(0, 1), c.v.flatten(0, 1), slots)
+    if scale is None or (scale.shape == cache.shape[2:3] and scale.is_contiguous()):
+        return scale
+    return scale.expand(cache.shape[2]).contiguous()
 
 
 def store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:

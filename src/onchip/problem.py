@@ -379,6 +379,62 @@ class Saved:
     aux_sums: Sequence[torch.Tensor] = ()
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """What an append receives: tokens that go after those in a cache, and how they turn.
+
+    Args:
+        q: (B, S_q, H, D), turned like the last of the new keys.
+        k: (B, S_new, H_kv, D).
+        v: (B, S_new, H_kv, D_v).
+        k_cache: pages (P, N, H_kv, D), written to.
+        v_cache: (P, N, H_kv, D_v), written to.
+        cache_seqlens: (B,) int32, tokens of each sequence before this call.
+        block_table: (B, max_pages) int32.
+        slot_mapping: (B * S_new,), slots instead of those that table and lengths give.
+        rotary_cos: (S_max, rotary_dim / 2); None turns nothing.
+        rotary_sin: as rotary_cos.
+        k_scale: (H_kv,) float32, stored keys are k / k_scale.
+        v_scale: (H_kv,) float32, stored values are v / v_scale.
+        interleaved: whether features turn in pairs (0, 1), (2, 3), ... and not as halves.
+        in_order: whether queries stand at the positions of the last new tokens, and not all of
+            them at the first one's.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    interleaved: bool = False
+    in_order: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, in order."""
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.k_cache,
+            self.v_cache,
+            self.cache_seqlens,
+            self.block_table,
+            self.slot_mapping,
+            self.rotary_cos,
+            self.rotary_sin,
+            self.k_scale,
+            self.v_scale,
+        )
+
+
 def needs_copy(x: torch.Tensor) -> bool:
     """Whether kernels can't read this tensor in place: its last dimension is not contiguous."""
     return x.shape[-1] > 1 and x.stride(-1) != 1

@@ -7,7 +7,10 @@ Every kernel module named by a record has
 
 * ``launch(problem, tensors) -> (out, lse)`` for a forward,
 * ``launch(problem, tensors, saved) -> (dq, dk, dv, dsinks or None)`` for a backward,
-* ``launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)`` for a store.
+* ``launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)`` for a store, and
+  ``append(problem, new) -> (q, lengths)`` for a store that finds its own slots.
+
+A module may also have ``repeat_<entry>(problem, tensors)``: see `Kernel.load_repeat`.
 
 A file that holds several names them apart; `Kernel.entry` says which is meant.
 """
@@ -75,9 +78,18 @@ class Kernel:
     max_splits: int = 1
     reasons: Callable[[Problem], list[str]] = _no_further_reasons
 
-    def load(self) -> Callable:
-        """The function that runs this kernel; imports its module."""
-        return getattr(importlib.import_module(self.module), self.entry)
+    def load(self, entry: str = "") -> Callable:
+        """The function that runs this kernel, or another of its module; imports the module."""
+        return getattr(importlib.import_module(self.module), entry or self.entry)
+
+    def load_repeat(self, entry: str = "") -> Callable | None:
+        """The function that makes repeated launches of `entry`, if the module has one.
+
+        It takes the arguments of a call that has run and returns a callable for all calls whose
+        tensors have the same shapes, strides, dtypes and alignment: from a list of their
+        addresses to outputs that it makes itself, or None. `onchip.repeats` uses it.
+        """
+        return getattr(importlib.import_module(self.module), f"repeat_{entry or self.entry}", None)
 
     def rejections(self, problem: Problem) -> list[str]:
         """Why this kernel can't take the problem; empty when it can."""

@@ -78,6 +78,21 @@ class Launch:
         """Whether later calls take the short way; the first needs real `TensorDescriptor`s."""
         return self._compiled is not None
 
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether `at` may be called now."""
+        return (
+            self._run is not None
+            and not self._metas
+            and torch._C._cuda_getDevice() == self._device
+            and not _has_hooks()
+        )
+
+    def at(self, *args) -> None:
+        """`__call__` with addresses in place of tensors, only while `takes_addresses`."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._run(*self._grid, stream, *self._head, *args)  # type: ignore[misc]
+
     def __call__(self, *args) -> None:
         """Launches on the device's current stream.
 

@@ -407,6 +407,15 @@ def launch_with(
     config: DecodeConfig | None, problem: Problem, tensors: Tensors
 ) -> tuple[Tensor, Tensor]:
     """`launch` with a given config: for the tuner and the tests."""
+    return _plan_of(config, problem, tensors)(tensors)
+
+
+def repeat_launch(problem: Problem, tensors: Tensors) -> Repeated | None:
+    """See `onchip.kernels.Kernel.load_repeat`; addresses from q to v_scale."""
+    return Repeated(_plan_of(None, problem, tensors))
+
+
+def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) -> _Plan:
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.block_table
     # Beside the problem, what the plan depends on: where rows lie and how they are aligned.
     places = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v))
@@ -421,7 +430,7 @@ def launch_with(
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         found = _plans[key] = _Plan(config, problem, tensors)
-    return found(tensors)
+    return found
 
 
 def _optional_tensors(t: Tensors) -> tuple:
@@ -436,7 +445,8 @@ class _Plan:
 
     def __init__(self, config: DecodeConfig | None, problem: Problem, tensors: Tensors):
         self.problem = problem
-        device = tensors.q.device
+        self.dtype, self.device = tensors.q.dtype, tensors.q.device
+        device = self.device
         num_sms = decode_workspace.num_sms(device)
         config = choose_decode(problem, num_sms) if config is None else config
         self.spec = spec = decode_spec(config, problem, tensors)
@@ -464,6 +474,40 @@ class _Plan:
         self.run(q, tensors.k, tensors.v, out, lse, tensors.block_table,
                  *_optional_tensors(tensors), *partials, *self.numbers)  # fmt: skip
         return out, lse
+
+
+class Repeated:
+    """A plan's launch from addresses."""
+
+    def __init__(self, plan: _Plan):
+        self._plan = plan
+        self._outputs = [(s, _contiguous(s)) for s in (plan.out_shape, plan.lse_shape)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be called now."""
+        return self._plan.run.takes_addresses
+
+    def __call__(self, places: list) -> tuple[Tensor, Tensor]:
+        plan = self._plan
+        (shape, strides), (lse_shape, lse_strides) = self._outputs
+        out = torch.empty_strided(shape, strides, dtype=plan.dtype, device=plan.device)
+        lse = torch.empty_strided(lse_shape, lse_strides, device=plan.device, dtype=torch.float32)
+        partials, room = (None, None, None), None
+        if plan.spec.merges:
+            room, partials = decode_workspace.take_addresses(plan.device, *plan.room)
+        q, k, v, *others = places
+        plan.run.at(q, k, v, out.data_ptr(), lse.data_ptr(), *others, *partials, *plan.numbers)
+        del room
+        return out, lse
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
 
 
 _plans: dict[tuple, _Plan] = {}
