@@ -310,6 +310,9 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
         ValueError, TypeError: if there are no parts or they do not fit each other.
     """
     validate.states(outs, lses)
+    merged = ops.merge(outs, lses)
+    if merged is not None:
+        return merged
     dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
     parts = torch.stack([lse.to(dtype) for lse in lses])  # (parts, ..., H, S_q)
     top = parts.detach().amax(0)

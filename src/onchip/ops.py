@@ -474,6 +474,27 @@ def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tens
     return _Attention.apply(t.q, t.k, t.v, t.sinks, *rest, *counts, *params, *aux)
 
 
+_MERGED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_MERGED = 16  # parts and features that the kernel takes
+_MAX_MERGED_DIM = 1024
+
+
+def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Merges parts in one launch; None where the kernel does not: see `onchip.merge_states`."""
+    parts = (*outs, *lses)
+    if outs[0].device.type != "cuda" or len(outs) > _MAX_MERGED or not is_plain(*parts):
+        return None
+    if outs[0].dtype not in _MERGED_DTYPES or lses[0].dtype != torch.float32:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
+        return None
+    if outs[0].shape[-1] > _MAX_MERGED_DIM:
+        return None
+    from onchip.kernels.portable import merge as kernel
+
+    return kernel.launch(outs, lses)
+
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import onchip
+from onchip import repeats
 from onchip.kernels.common import apply_rotary
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +59,103 @@ def test_attention_appends_rotated_keys(interleaved):
     want = apply_rotary(k, cos, sin, places, interleaved)
     assert torch.equal(k_cache[pages, places % 16], want)
     assert torch.equal(v_cache[pages, places % 16], v)
+
+
+def _append_case(seed, page=16, batch=3, num_new=2, num_queries=1, dim=128, pairs=32, dtype=BF16):
+    g = torch.Generator(device="cuda").manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", dtype=dtype, generator=g)
+
+    columns = 10 if page < 200 else 1
+    pages = batch * columns + 2
+    given = {
+        "q": random(batch, num_queries, 8, dim),
+        "k_cache": random(pages, page, 2, dim),
+        "v_cache": random(pages, page, 2, dim),
+        "cache_seqlens": torch.randint(
+            0, 150, (batch,), device="cuda", generator=g, dtype=torch.int32
+        ),
+        "k": random(batch, num_new, 2, dim),
+        "v": random(batch, num_new, 2, dim),
+    }
+    order = torch.randperm(pages, device="cuda", generator=g).int()
+    if columns > 1:
+        given["block_table"] = order[: batch * columns].view(batch, columns)
+    else:
+        given["cache_batch_idx"] = order[:batch].contiguous()
+    if pairs:
+        given["rotary_cos"], given["rotary_sin"] = (
+            torch.randn(200, pairs, device="cuda", generator=g) for _ in range(2)
+        )
+    return given
+
+
+APPENDS = {
+    "pages": {},
+    "dense": {"page": 200},
+    "no_rotary": {"pairs": 0},
+    "five_of_three_heads": {"num_new": 5, "num_queries": 3, "dim": 80, "pairs": 20},
+    "one_page_many_tokens": {"num_new": 40, "num_queries": 17, "dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_append_does_what_a_cpu_does_and_so_does_its_repetition(name, causal):
+    options = {"causal": causal, "return_lse": True, "rotary_interleaved": causal}
+    for seed in range(3):
+        given = _append_case(seed, **APPENDS[name])
+        on_cpu = {key: x.cpu() for key, x in given.items()}
+        out, lse = onchip.attention_with_kvcache(**given, **options)
+        want, want_lse = onchip.attention_with_kvcache(**on_cpu, **options)
+        for cache in ("k_cache", "v_cache"):
+            assert torch.equal(given[cache].cpu(), on_cpu[cache])
+        torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-3, atol=1e-2)
+
+
+def test_repeated_calls_are_kept_and_bitwise_equal():
+    given = _append_case(0)
+    caches = {name: given.pop(name) for name in ("k_cache", "v_cache")}
+    before = {name: x.clone() for name, x in caches.items()}
+    first = onchip.attention_with_kvcache(**given, **caches, causal=True)
+    kept = len(repeats._kept)
+    again = {name: x.clone() for name, x in before.items()}
+    second = onchip.attention_with_kvcache(**given, **again, causal=True)
+    assert len(repeats._kept) == kept > 0
+    assert torch.equal(first, second)
+    assert all(torch.equal(caches[name], again[name]) for name in caches)
+    assert torch.equal(second, onchip.attention_with_kvcache(**given, **again, causal=True))
+    # What the key leaves out must not be taken for equal.
+    with pytest.raises(TypeError, match="causal"):
+        onchip.attention_with_kvcache(**given, **again, causal=1)
+    with pytest.raises(ValueError, match="gradient"):
+        q = given["q"].clone().requires_grad_()
+        onchip.attention_with_kvcache(**{**given, "q": q}, **again, causal=True)
+    short = {**given, "cache_seqlens": given["cache_seqlens"][:2]}
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        onchip.attention_with_kvcache(**short, **again, causal=True)
+
+
+def test_a_cuda_graph_appends_where_lengths_say():
+    given = _append_case(0, num_new=1)
+
+    def call():
+        return onchip.attention_with_kvcache(**given, causal=True)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for length in (3, 77, 149):
+        given["cache_seqlens"].fill_(length)
+        given["q"].normal_()
+        given["k"].normal_()
+        graph.replay()
+        replayed = out.clone()
+        page = given["block_table"][1, length // 16].long()
+        stored = given["k_cache"][page, length % 16].clone()
+        given["k_cache"][page, length % 16] = 0
+        assert torch.equal(replayed, call())
+        assert torch.equal(given["k_cache"][page, length % 16], stored)

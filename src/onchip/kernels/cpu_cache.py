@@ -3,7 +3,8 @@
 Slot s is token s % N of page s // N; slot -1 stores nothing. Stored values are divided by the
 cache's scale, which reading multiplies by.
 
-Legend: B batch, S_new appended tokens of a sequence, T tokens, H_kv key and value heads, D / D_v head dimensions, P pages, N page size.
+Legend: B batch, S_new appended tokens of a sequence, T tokens, H_kv key and value heads, D / D_v
+head dimensions, P pages, N page size.
 """
 
 from __future__ import annotations
