@@ -109,6 +109,21 @@ def _word(pointers):
 
 
 @triton.jit
+def _fetch_table(table, start, stop, length, SPEC: tl.constexpr):
+    """Asks for the page ids of tiles [start, stop) at once, 128 lines of 128 bytes at most.
+
+    With small pages every tile has lines of its own: the first tiles would wait for memory twice.
+    """
+    lane = tl.arange(0, 128)
+    token = tl.minimum(start * SPEC.block_n + lane * (32 * SPEC.page_size), length - 1)
+    token = tl.minimum(token, stop * SPEC.block_n - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [table + token // SPEC.page_size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _pages(table, tile, length, SPEC: tl.constexpr):
     """Page ids of a tile: one scalar if it lies in one page, four if quarters do, else one each.
 
@@ -201,6 +216,31 @@ def _load(keys: Keys, offsets, seen, TRANSPOSED: tl.constexpr, DIM: tl.constexpr
 
 
 @triton.jit
+def _load_widened(values: Keys, offsets, seen, SPEC: tl.constexpr):
+    """Float8 values as float16, dimension last.
+
+    Read as words of four and widened before they change places: as float8 Triton would turn them
+    for the matrix product byte by byte.
+    """
+    columns = tl.arange(0, SPEC.width_v // 4)
+    axis: tl.constexpr = len(offsets.shape)
+    words = values.source.to(tl.pointer_type(tl.int32)) + tl.expand_dims(offsets // 4, axis)
+    inside = tl.expand_dims(seen, axis)
+    if SPEC.dim_v < SPEC.width_v:
+        inside = inside & (columns < SPEC.dim_v // 4)
+    word = tl.load(words + columns, mask=inside, other=0)
+    a, b, c, d = tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; .reg .b32 x, y; mov.b32 {low, high}, $4; "
+        "cvt.rn.f16x2.e4m3x2 x, low; cvt.rn.f16x2.e4m3x2 y, high; "
+        "mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }",
+        "=h,=h,=h,=h,r", [word], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    v = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(v, offsets.shape + [SPEC.width_v])
+
+
+@triton.jit
 def _scores(products, token, edges: Edges, terms: Terms, SPEC: tl.constexpr):
     """Base 2 logits: scale, softcap, ALiBi; keys that a row does not see are not hidden yet."""
     if SPEC.is_float8:
@@ -288,6 +328,8 @@ def _walk(
     page0, page1, page2, page3 = _no_pages(SPEC)
     if PAGED:
         if start < stop:
+            if SPEC.by_word and SPEC.page_size < SPEC.block_n // 4:
+                _fetch_table(table, start, stop, edges.stop, SPEC)
             page0, page1, page2, page3 = _pages(table, start, edges.stop, SPEC)
     elif table is None:
         page0 = batch
@@ -307,7 +349,12 @@ def _walk(
         places = _offsets(keys, pages, tile, batch, SPEC)
         k = _load(keys, places, seen, False, SPEC.dim, SPEC.width)
         places = _offsets(values, pages, tile, batch, SPEC)
-        v = _load(values, places, seen, NARROW, SPEC.dim_v, SPEC.width_v)
+        if SPEC.by_word and SPEC.is_float8 and SPEC.vector > 1:
+            v = _load_widened(values, places, seen, SPEC)
+            if NARROW:
+                v = tl.trans(v, (0, 2, 1))
+        else:
+            v = _load(values, places, seen, NARROW, SPEC.dim_v, SPEC.width_v)
         if SPEC.is_float8:
             k, v = k.to(tl.float16), v.to(tl.float16)
         scores = _scores(_products(queries, k, SPEC), token, edges, terms, SPEC)
