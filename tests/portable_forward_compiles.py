@@ -24,6 +24,7 @@ FEATURES = {
     "window": {"causal": True, "window": (1023, 0)},
     "packed_causal": {"causal": True, "packed": True},
     "pages": {"causal": True, "page": 16},
+    "float8_pages": {"causal": True, "page": 16, "kv_dtype": torch.float8_e4m3fn},
     "terms": {"softcap": 30.0, "alibi": True, "sinks": True},
 }
 
@@ -35,6 +36,7 @@ def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 def pose(
     arch, dim, batch=4, seqlen=4096, seqlen_k=None, dtype=torch.bfloat16, causal=False,
     window=(-1, -1), packed=False, page=0, softcap=0.0, alibi=False, sinks=False, heads=16,
+    kv_dtype=None,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """A problem as if on a GPU of `arch`, with tensors that hold no data."""
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
@@ -47,7 +49,10 @@ def pose(
         tensors.cu_seqlens_k = _empty(batch + 1, dtype=ints)
     if page:
         pages = batch * (seqlen_k // page + 1)
-        tensors.k, tensors.v = (_empty(pages, page, heads, dim, dtype=dtype) for _ in range(2))
+        shape, kv_dtype = (pages, page, heads, dim), kv_dtype or dtype
+        tensors.k, tensors.v = (_empty(*shape, dtype=kv_dtype) for _ in range(2))
+        if kv_dtype.itemsize == 1:
+            tensors.k_scale = tensors.v_scale = _empty(heads, dtype=torch.float32)
         tensors.block_table = _empty(batch, seqlen_k // page + 1, dtype=ints)
         tensors.seqused_k = _empty(batch, dtype=ints)
     tensors.alibi_slopes = _empty(heads, dtype=torch.float32) if alibi else None

@@ -143,6 +143,26 @@ def test_every_order_of_programs_covers_the_work(group_heads):
     check(call, *forward.launch_with(config, call.problem, call.tensors))
 
 
+@interpreted
+@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "sinks": True, "alibi": 1}], ids=str)
+def test_float8_pages(features):
+    case = Case(
+        (40, 40), (90, 21), heads=4, kv_heads=2, page=16, causal=True, dtype=F32, **features
+    )
+    call = build(case)
+    pages = [x.to(torch.float8_e4m3fn) for x in (call.tensors.k, call.tensors.v)]  # NaN stays
+    scales = torch.tensor([0.5, 3.0]), torch.tensor([2.0, 0.25])
+    plain, quantised = replace(call.tensors), replace(call.tensors)
+    plain.k, plain.v = (x.float() * s[:, None] for x, s in zip(pages, scales, strict=True))
+    quantised.k, quantised.v = pages
+    quantised.k_scale, quantised.v_scale = scales
+    problem = replace(call.problem, kv_dtype=pages[0].dtype, kv_scales=True)
+    out, lse = forward.launch_with(SMALL, problem, quantised)
+    want, want_lse = forward.launch_with(SMALL, call.problem, plain)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_groups_of_heads_fit_the_cache():
     problem = build(Case((40,), (40,), heads=4, kv_heads=2)).problem
     config = Config(32, 32, 4, 1, group_heads=True)

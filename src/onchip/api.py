@@ -246,8 +246,8 @@ def attention_with_kvcache(
         key, places = repeats.key_of(given, numbers)
         repeat = repeats.find(key)
         if repeat is not None:
-            out, lse = repeat(places)
-            return (out, lse) if return_lse else out
+            out, lse = repeat(q, places)
+            return (out, lse) if return_lse else out  # type: ignore[return-value]
     options = Options(causal, window, scale, softcap, *run)
     arguments = CacheArguments(*given)
     call, new = prepare.kvcache(arguments, rotary_interleaved, options)
@@ -256,7 +256,7 @@ def attention_with_kvcache(
             ops.plan(Op.FORWARD, call.tensors, call.params)
         call.tensors.q, call.tensors.seqused_k = ops.append(new)
     out, lse = ops.attention(*call)
-    repeats.keep(key, given, call.tensors, call.memo, new)
+    repeats.keep(key, given, call, new, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -10,8 +10,8 @@ On an H200's host (2026-11-29) a decode took 59 us of host time without this.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from onchip import env, ops
 from onchip.problem import NewTokens, Tensors
 
-_Q, _SEQLENS, _BATCH_IDX = 0, 3, 10  # places among `prepare.CacheArguments`
+_Q, _SEQLENS, _TABLE, _BATCH_IDX = 0, 3, 4, 10  # places among `prepare.CacheArguments`
 _MAX_KEPT = 4096  # a bound on memory for servers whose shapes never repeat
 
 
@@ -30,7 +30,7 @@ class Repeat:
 
     Args:
         attend: the attention's launch.
-        sources: place among the call's tensors of each one that it reads; None for absent.
+        sources: place among the call's tensors of each one that it reads; -1 for absent.
         table: a table of our own, whose place comes after the caller's tensors.
         append: the append's launch, if there is one.
         new: its `sources`.
@@ -40,10 +40,10 @@ class Repeat:
 
     def __init__(self, attend, sources, table=None, append=None, new=()):
         self._attend = attend
-        self._sources = sources
+        self._sources = itemgetter(*sources)
         self._table = table
         self._append = append
-        self._new = new
+        self._new = itemgetter(*new) if new else None
 
     @property
     def is_ready(self) -> bool:
@@ -51,20 +51,26 @@ class Repeat:
         append = self._append
         return self._attend.is_ready and (append is None or append.is_ready)
 
-    def __call__(self, places: list) -> tuple[Tensor, Tensor]:
-        """Runs the launches on the call's addresses; out and lse as `ops.attention`'s."""
+    def __call__(self, q: Tensor, places: list) -> tuple[Tensor, Tensor | None]:
+        """Runs the launches on the call's addresses; out and, if it was asked for, lse."""
         if self._table is not None:
             places.append(self._table.data_ptr())
-        if self._append is not None:
+        places.append(None)
+        if self._append is not None and self._new is not None:
             # Kept by name until the attention that reads them is launched.
-            rotated, lengths = self._append([None if i is None else places[i] for i in self._new])
+            rotated, lengths = self._append(self._new(places))
             places[_SEQLENS] = lengths.data_ptr()
             if rotated is not None:
+                q = rotated
                 places[_Q] = rotated.data_ptr()
-        return self._attend([None if i is None else places[i] for i in self._sources])
+        return self._attend(q, self._sources(places))
 
 
 _kept: dict[tuple, Repeat] = {}
+
+# Called by map, these cost half of what an attribute or a method costs in a loop.
+_facts = attrgetter("shape", "dtype", "device", "requires_grad")
+_stride, _data_ptr = Tensor.stride, Tensor.data_ptr
 
 
 def key_of(given: Sequence[Tensor | None], numbers: tuple) -> tuple[tuple | None, list]:
@@ -77,87 +83,103 @@ def key_of(given: Sequence[Tensor | None], numbers: tuple) -> tuple[tuple | None
     Returns:
         None for the key where a call can't be a repeated one.
     """
-    q, k_cache, v_cache = given[:3]
-    if not _is_plain(q, k_cache, v_cache):
+    if _is_heard():
         return None, []
-    facts: list = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
-    facts.append(torch.are_deterministic_algorithms_enabled())
-    facts += (k_cache.is_inference(), v_cache.is_inference())  # type: ignore[union-attr]
-    places: list = []
     try:
-        for x in given:
-            if x is None:
-                places.append(None)
-                facts.append(None)
-                continue
-            place = x.data_ptr()
-            places.append(place)
-            facts += (
-                x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, place & 15,
-            )  # fmt: skip
-        key = (*facts, *numbers, *map(type, numbers), *map(type, numbers[-1]))
-        hash(key)
-    except (AttributeError, RuntimeError, TypeError):  # no strided tensor, an unhashable number
+        tensors = [x for x in given if x is not None]
+        places = [*map(_data_ptr, tensors)]
+        key = (
+            *map(type, given),  # which are there, too
+            *map(_facts, tensors),
+            *map(_stride, tensors),
+            *[place & 15 for place in places],
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            tensors[1].is_inference(),
+            tensors[2].is_inference(),
+            tensors[0].is_neg() or tensors[1].is_neg() or tensors[2].is_neg(),
+            numbers,
+            *map(type, numbers),
+            *map(type, numbers[-1]),
+        )
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks will say it
         return None, []
     return key, places
 
 
-def _is_plain(q: Any, k_cache: Any, v_cache: Any) -> bool:
-    """Whether nothing listens to the call, checks no values and casts nothing."""
+def _is_heard() -> bool:
+    """Whether something listens to calls, checks their values or casts their inputs."""
     return (
-        type(q) is Tensor
-        and q.is_cuda
-        and env.CHECK.name not in os.environ
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cuda")
-        and ops.is_plain(q, k_cache, v_cache)
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cuda")
+        or env.CHECK.is_set()
     )
 
 
 def find(key: tuple | None) -> Repeat | None:
     """The launches of calls with this key, if there are any and they may be used now."""
-    found = None if key is None else _kept.get(key)
+    try:
+        found = None if key is None else _kept.get(key)
+    except TypeError:  # an unhashable number
+        return None
     return found if found is not None and found.is_ready else None
 
 
 def keep(
     key: tuple | None,
     given: Sequence[Tensor | None],
-    tensors: Tensors,
-    memo: Any,
+    call: Any,
     new: NewTokens | None,
+    wants_lse: bool,
 ) -> None:
     """Keeps the launches of a call that has just run, if they can be repeated.
 
     Args:
         key: from `key_of`.
         given: the tensors that it was made from.
-        tensors: as the attention read them; q and lengths from the append, if there was one.
-        memo: `prepare.Memo` of the call.
+        call: `prepare.Call`, its tensors as the attention read them; q and lengths come from
+            the append, if there was one.
         new: as the append read them.
+        wants_lse: whether the caller asked for it.
     """
+    memo = call.memo
     if key is None or memo is None or memo.forward is None or not memo.forward.repeat:
+        return
+    tensors = call.tensors
+    if tensors.q.device.type != "cuda" or not ops.is_plain(*_present(given)):
         return
     if tensors.q.numel() == 0 or (new is not None and new.k.numel() == 0):
         return
-    named = (*given, tensors.block_table)
+    named = given
     if new is not None:
-        named = (tensors.q, *given[1:_SEQLENS], tensors.seqused_k, *named[_SEQLENS + 1 :])
-    sources = _sources(_read(tensors), named)
-    attend = memo.forward.repeat(memo.forward.problem, tensors)
-    append, own = None, []
+        named = (tensors.q, *given[1:_SEQLENS], tensors.seqused_k, *given[_SEQLENS + 1 :])
+    table, batch_idx = tensors.block_table, given[_BATCH_IDX]
+    own = () if new is None else _sources(new.tensors, given, table, batch_idx)
+    sources = _sources(_read(tensors), named, table, batch_idx)
+    if own is None or sources is None:
+        return
+    append = None
     if new is not None:
         plan = ops.plan_append(new)
-        own = _sources(new.tensors, (*given, tensors.block_table))
         append = plan.repeat(plan.problem, new) if plan.repeat else None
-        if append is None:
-            return
-    if attend is None or sources is None or own is None:
+    attend = memo.forward.repeat(memo.forward.problem, tensors, wants_lse)
+    if attend is None or (new is not None and append is None):
         return
-    is_ours = len(given) in (*sources, *own)
+    is_ours = table is not given[_TABLE] and batch_idx is None
     if len(_kept) >= _MAX_KEPT:
         _kept.clear()
-    _kept[key] = Repeat(attend, sources, tensors.block_table if is_ours else None, append, own)
+    try:
+        _kept[key] = Repeat(attend, sources, table if is_ours else None, append, own)
+    except TypeError:  # an unhashable number
+        return
+
+
+def _present(given: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in given if x is not None]
 
 
 def _read(t: Tensors) -> tuple[Tensor | None, ...]:
@@ -166,22 +188,29 @@ def _read(t: Tensors) -> tuple[Tensor | None, ...]:
     return (t.q, t.k, t.v, t.block_table, *lengths, t.alibi_slopes, t.sinks, t.k_scale, t.v_scale)
 
 
-def _sources(read: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> list | None:
-    """The place among `given` of each tensor; None if one lies elsewhere, as a copy does."""
-    found: list[int | None] = []
+def _sources(
+    read: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+    table: Tensor | None,
+    batch_idx: Tensor | None,
+) -> tuple[int, ...] | None:
+    """The place of each tensor among those given; None if one lies elsewhere, as a copy does.
+
+    The table may be the caller's rows of a dense cache seen as pages, or else our own, which
+    comes last. -1 stands for an absent one.
+    """
+    present = _present(given)
+    found = []
     for x in read:
+        same = [i for i, y in enumerate(present) if y is x]
         if x is None:
-            found.append(None)
-            continue
-        places = [i for i, y in enumerate(given) if y is x or _is_column(x, y, i)]
-        if not places:
+            found.append(-1)
+        elif same:
+            found.append(same[0])
+        elif x is table and batch_idx is None:
+            found.append(len(present))
+        elif x is table and x.data_ptr() == batch_idx.data_ptr() and batch_idx.is_contiguous():
+            found.append(next(i for i, y in enumerate(present) if y is batch_idx))
+        else:
             return None
-        found.append(places[0])
-    return found
-
-
-def _is_column(table: Tensor, given: Tensor | None, place: int) -> bool:
-    """Whether a table is the caller's rows of a dense cache, seen as pages."""
-    if place != _BATCH_IDX or given is None or table.dim() != 2:
-        return False
-    return table.data_ptr() == given.data_ptr() and table.shape == (*given.shape, 1)
+    return tuple(found)

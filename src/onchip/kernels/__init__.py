@@ -85,9 +85,10 @@ class Kernel:
     def load_repeat(self, entry: str = "") -> Callable | None:
         """The function that makes repeated launches of `entry`, if the module has one.
 
-        It takes the arguments of a call that has run and returns a callable for all calls whose
-        tensors have the same shapes, strides, dtypes and alignment: from a list of their
-        addresses to outputs that it makes itself, or None. `onchip.repeats` uses it.
+        It takes the arguments of a call that has run (a forward's also whether the LSE is
+        wanted) and returns a callable, or None, for all calls whose tensors have the same
+        shapes, strides, dtypes and alignment: from a tuple of their addresses (a forward's: q
+        and the addresses) to outputs that it makes itself. `onchip.repeats` uses it.
         """
         return getattr(importlib.import_module(self.module), f"repeat_{entry or self.entry}", None)
 
@@ -223,7 +224,8 @@ KERNELS: tuple[Kernel, ...] = (
         module="onchip.kernels.portable.forward",
         entry="launch",
         layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
-        features=ALL_FEATURES - {"kv_scales"} | USER_FUNCTIONS | {"dropout"},
+        features=ALL_FEATURES | USER_FUNCTIONS | {"dropout"},
+        quantised_kv=(torch.float8_e4m3fn,),
         summary=_PORTABLE,
         **_PORTABLE_LIMITS,
     ),

@@ -54,6 +54,7 @@ class Spec:
         functions: the user's score and mask functions.
         list_m: queries of a block of the block list, 0 without one.
         list_n: keys of a block of it.
+        is_float8: whether keys and values are float8.
     """
 
     block_m: int
@@ -81,6 +82,7 @@ class Spec:
     functions: Functions = NO_FUNCTIONS
     list_m: int = 0
     list_n: int = 0
+    is_float8: bool = False
 
     @property
     def hides_by_function(self) -> bool:
@@ -136,7 +138,8 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         fold_scale=problem.scale > 0
         and problem.softcap == 0
         and problem.alibi == 0
-        and not problem.score_mod,
+        and not problem.score_mod
+        and not problem.kv_scales,  # whose sign is not known
         has_softcap=problem.softcap > 0,
         alibi_dim=problem.alibi,
         page_size=problem.page_size,
@@ -151,6 +154,7 @@ def spec_of(config: Config, problem: Problem, tensors: Tensors) -> Spec:
         functions=functions_of(problem),
         list_m=problem.block_list[0] if problem.block_list else 0,
         list_n=problem.block_list[1] if problem.block_list else 0,
+        is_float8=problem.kv_dtype.itemsize == 1,
     )
     assert spec.list_m % spec.block_m == 0 and spec.list_n % spec.block_n == 0
     return replace(spec, careful=replace(spec, block_n=16, described=False, has_foreign=False))

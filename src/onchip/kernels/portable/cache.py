@@ -303,7 +303,7 @@ class RepeatedAppend:
         """Whether it may be called now."""
         return self._once.run.takes_addresses
 
-    def __call__(self, places: list) -> tuple[Tensor | None, Tensor]:
+    def __call__(self, places: tuple) -> tuple[Tensor | None, Tensor]:
         once = self._once
         rotated, lengths = once.outputs()
         at = None if rotated is None else rotated.data_ptr()

@@ -30,6 +30,7 @@ ROWS rows of a program, m / l running maximum and denominator.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -410,9 +411,9 @@ def launch_with(
     return _plan_of(config, problem, tensors)(tensors)
 
 
-def repeat_launch(problem: Problem, tensors: Tensors) -> Repeated | None:
+def repeat_launch(problem: Problem, tensors: Tensors, wants_lse: bool) -> Repeated | None:
     """See `onchip.kernels.Kernel.load_repeat`; addresses from q to v_scale."""
-    return Repeated(_plan_of(None, problem, tensors))
+    return Repeated(_plan_of(None, problem, tensors), tensors.q, wants_lse)
 
 
 def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) -> _Plan:
@@ -477,29 +478,65 @@ class _Plan:
 
 
 class Repeated:
-    """A plan's launch from addresses."""
+    """A plan's launch from addresses.
 
-    def __init__(self, plan: _Plan):
+    Args:
+        plan: the plan.
+        q: queries like those of all calls.
+        wants_lse: whether the LSE is returned; else it is written to where nobody looks.
+    """
+
+    def __init__(self, plan: _Plan, q: Tensor, wants_lse: bool):
         self._plan = plan
-        self._outputs = [(s, _contiguous(s)) for s in (plan.out_shape, plan.lse_shape)]
+        self._wants_lse = wants_lse
+        self._is_like_q = q.is_contiguous() and q.shape == plan.out_shape
+        self._outputs = (plan.out_shape, _contiguous(plan.out_shape))
+        self._lse = (plan.lse_shape, _contiguous(plan.lse_shape))
+        num_rows, width, num_counters = plan.room if plan.spec.merges else (0, 1, 1)
+        num_rows = -(-num_rows // 4) * 4  # all parts begin at multiples of 16 bytes
+        self._num_partials = num_rows * width
+        self._num_floats = num_rows * (width + 2)
+        spare = 0 if wants_lse else math.prod(plan.lse_shape)
+        self._room = (self._num_floats + spare, num_counters)
+        self._rooms: dict[int, tuple] = {}  # of each stream
 
     @property
     def is_ready(self) -> bool:
         """Whether it may be called now."""
         return self._plan.run.takes_addresses
 
-    def __call__(self, places: list) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         plan = self._plan
-        (shape, strides), (lse_shape, lse_strides) = self._outputs
-        out = torch.empty_strided(shape, strides, dtype=plan.dtype, device=plan.device)
-        lse = torch.empty_strided(lse_shape, lse_strides, device=plan.device, dtype=torch.float32)
-        partials, room = (None, None, None), None
-        if plan.spec.merges:
-            room, partials = decode_workspace.take_addresses(plan.device, *plan.room)
-        q, k, v, *others = places
-        plan.run.at(q, k, v, out.data_ptr(), lse.data_ptr(), *others, *partials, *plan.numbers)
+        if self._is_like_q:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self._outputs, dtype=plan.dtype, device=plan.device)
+        room, spare, *partials = self._memory()
+        lse = None
+        if self._wants_lse:
+            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=plan.device)
+            spare = lse.data_ptr()
+        plan.run.at(*places[:3], out.data_ptr(), spare, *places[3:], *partials, *plan.numbers)
         del room
         return out, lse
+
+    def _memory(self) -> tuple:
+        """What to keep until the launch, an address for the LSE, and those of the workspace."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return self._addresses(decode_workspace.room(self._plan.device, *self._room))
+        stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
+        found = self._rooms.get(stream)
+        if found is None:
+            found = self._addresses(decode_workspace.room(self._plan.device, *self._room))
+            self._rooms[stream] = found
+        return found
+
+    def _addresses(self, room: decode_workspace.Workspace) -> tuple:
+        start = room.floats.data_ptr()
+        spare = start + 4 * self._num_floats
+        if not self._plan.spec.merges:
+            return room, spare, None, None, None
+        return room, spare, start, start + 4 * self._num_partials, room.counters.data_ptr()
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -41,19 +41,12 @@ def num_sms(device: torch.device) -> int:
 def take(device: torch.device, num_rows: int, width: int, num_counters: int):
     """Room for num_rows partial rows: (num_rows * width), (num_rows * 2), and zeroed counters."""
     num_rows = -(-num_rows // 4) * 4  # both parts begin at multiples of 16 bytes
-    floats, counters = _room(device, num_rows * (width + 2), num_counters)
+    floats, counters = room(device, num_rows * (width + 2), num_counters)
     return floats, floats[num_rows * width :], counters
 
 
-def take_addresses(device: torch.device, num_rows: int, width: int, num_counters: int):
-    """`take` as three addresses, after what must be kept until the launch."""
-    num_rows = -(-num_rows // 4) * 4
-    room = _room(device, num_rows * (width + 2), num_counters)
-    start = room[0].data_ptr()
-    return room, (start, start + 4 * num_rows * width, room[1].data_ptr())
-
-
-def _room(device: torch.device, num_floats: int, num_counters: int) -> Workspace:
+def room(device: torch.device, num_floats: int, num_counters: int) -> Workspace:
+    """Memory of the current stream, or of the graph that it is recording."""
     if device.type != "cuda":
         floats = torch.empty(num_floats, dtype=torch.float32, device=device)
         return Workspace(floats, torch.zeros(num_counters, dtype=torch.int32, device=device))

@@ -16,8 +16,9 @@ strides and the window's size are run-time values: a change of them compiles not
 Dropout leaves out some of P after the denominator has summed all of it. User functions change
 and hide logits; a block list replaces the three walks by one over the tiles that it names.
 
-It does not do: split keys (decode), quantised keys. Whatever changes a logit belongs in
-`logits`, whatever hides one in `masked` (both in forward_tiles.py).
+Float8 keys and values are widened to q's dtype, which holds them exactly; their scales join the
+logits' scale and the last division. It does not do: split keys (decode). Whatever changes a logit
+belongs in `logits`, whatever hides one in `masked` (both in forward_tiles.py).
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, N page size, BM / BN rows and columns of a tile, m / l running maximum
@@ -112,6 +113,8 @@ def _walk(
         k = load_tile(
             keys, n, first, limit, SPEC.block_n, SPEC.dim, SPEC.width, SPEC, PAGED, MASKED
         )
+        if SPEC.is_float8:
+            k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)  # (BM, BN)
         if not SPEC.fold_scale:
             scores = logits(scores, row_start, n, terms, band, SPEC)
@@ -133,6 +136,8 @@ def _walk(
         v = load_tile(
             values, n, first, limit, SPEC.block_n, SPEC.dim_v, SPEC.width_v, SPEC, PAGED, MASKED
         )
+        if SPEC.is_float8:
+            v = v.to(q.dtype)
         if MASKED and SPEC.has_foreign:  # 0 * NaN would leak
             index = n + tl.arange(0, SPEC.block_n)
             v = tl.where(inside(index, first, limit, SPEC)[:, None], v, 0.0)
@@ -213,12 +218,13 @@ def _with_sink(stats: Stats, sink):
 
 @triton.jit
 def _store(
-    stats: Stats, out, lse, rows, num_rows, stride_row, terms: Terms, SPEC: tl.constexpr
+    stats: Stats, out, lse, rows, num_rows, stride_row, terms: Terms, v_factor,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
     """Divides and writes; a row without keys has denominator 0: output 0, LSE -inf."""
     columns = tl.arange(0, SPEC.width_v)
     inside = rows < num_rows
-    inverse = tl.where(stats.denominator == 0.0, 0.0, 1.0 / stats.denominator)
+    inverse = tl.where(stats.denominator == 0.0, 0.0, v_factor / stats.denominator)
     if SPEC.has_dropout:
         inverse *= dropout.keep_scale(terms.context)
     result = (stats.acc * inverse[:, None]).to(out.dtype.element_ty)
@@ -282,7 +288,8 @@ _NUMBERS = (
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def attn_fwd_portable(
-    q, k, v, k_pointer, v_pointer, out, lse, lengths: Lengths, alibi_slopes, sinks, extras,
+    q, k, v, k_pointer, v_pointer, out, lse, lengths: Lengths, alibi_slopes, sinks, k_scale,
+    v_scale, extras,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_table: tl.int64,
@@ -320,6 +327,11 @@ def attn_fwd_portable(
     context = None
     if extras is not None:
         context = context_of(batch, head, num_heads, num_rows, length_k, extras, SPEC.has_dropout)
+    v_factor = 1.0
+    if k_scale is not None:
+        scale *= tl.load(k_scale + kv_head)
+    if v_scale is not None:
+        v_factor = tl.load(v_scale + kv_head)
     terms = Terms(scale, softcap, slope, context)
     band = Band(length_k, length_k - num_rows, first_key, left, right)
     tile = load_tile(
@@ -341,7 +353,7 @@ def attn_fwd_portable(
     out += first_row * stride_out + head * SPEC.dim_v
     rows = row_start + tl.arange(0, SPEC.block_m)
     leak = _has_leak(stats) if SPEC.hides else False
-    _store(stats, out, lse, rows, num_rows, stride_out, terms, SPEC)
+    _store(stats, out, lse, rows, num_rows, stride_out, terms, v_factor, SPEC)
 
     # A tile that the mask crosses multiplies hidden values by 0, and 0 * NaN is NaN. To look
     # for that in every tile would cost time always; one look at the result costs next to none.
@@ -355,7 +367,7 @@ def attn_fwd_portable(
             again = _attend_finite(tile, row_start, row_end, k_rows, v_rows, band, terms, CAREFUL)
             if sinks is not None:
                 again = _with_sink(again, sink)
-            _store(again, out, lse, rows, num_rows, stride_out, terms, SPEC)
+            _store(again, out, lse, rows, num_rows, stride_out, terms, v_factor, SPEC)
             _add_nonfinite(out, rows, num_rows, stride_out, row_start, row_end, v_rows, band,
                            terms, CAREFUL)  # fmt: skip
 
@@ -386,7 +398,7 @@ def launch_with(config: Config | None, problem: Problem, tensors: Tensors) -> tu
     extras = extras_of(problem, tensors)
     key = None
     if extras is None:
-        key = signature("forward", config, problem, tensors)
+        key = signature("forward", config, problem, tensors, tensors.k_scale, tensors.v_scale)
     found = kept(key)
     resolved = found or _resolve(config or _choose(problem, tensors), problem, tensors)
     resolved.launch(
@@ -398,6 +410,8 @@ def launch_with(config: Config | None, problem: Problem, tensors: Tensors) -> tu
         lengths_of(tensors),
         tensors.alibi_slopes,
         tensors.sinks,
+        tensors.k_scale,
+        tensors.v_scale,
         extras,
         *resolved.numbers,
         resolved.spec,
