@@ -172,7 +172,7 @@ def test_a_cache_of_more_than_2_31_elements():
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 8])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 40])  # the last one by the forward
 def test_float8_cache(seqlen_q):
     q, k, v, table = _cache(4, 2000, seqlen_q=seqlen_q)
     lengths = torch.tensor([2000, 20, 900, 64], device="cuda", dtype=torch.int32)

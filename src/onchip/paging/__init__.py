@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onchip.paging.cache import PagedKVCache
+from onchip.paging.cascade import Cascade
 from onchip.paging.pool import OutOfPages, PagePool
 
-__all__ = ["OutOfPages", "PagePool", "PagedKVCache"]
+__all__ = ["Cascade", "OutOfPages", "PagePool", "PagedKVCache"]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from onchip.paging import cascade
+from onchip.paging.cascade import Cascade
 from onchip.paging.pool import PagePool
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -300,6 +302,23 @@ class PagedKVCache:
             padded += pages
             padded += _NO_PAGE * (width - len(pages))
         return self._to_device(torch.frombuffer(padded, dtype=torch.int32).view(-1, width))
+
+    def cascade(self, seq_ids: Sequence[int], num_queries: int = 1) -> Cascade:
+        """Where the sequences of a decode step begin with the same pages, and their own ones.
+
+        Worth it when the shared part is long and the sequences are many: `Cascade.attention`
+        reads the shared keys once for all of them, in three launches for one.
+
+        Args:
+            seq_ids: the sequences of a step, whose new tokens are appended already.
+            num_queries: S_q, the last tokens of each that will ask; these are never shared.
+
+        Raises:
+            ValueError: if a sequence is unknown or shorter than that, or there is none.
+        """
+        entries = [self._entry(seq_id) for seq_id in seq_ids]
+        pages, lengths = [list(e.pages) for e in entries], [e.length for e in entries]
+        return cascade.of_pages(pages, lengths, num_queries, self.page_size, self._to_device)
 
     def check_integrity(self) -> None:
         """Verifies every invariant; an AssertionError is a bug in this package."""

@@ -7,10 +7,14 @@ online softmax (Milakov and Gimelshein 2018). A sequence of one piece is finishe
 several pieces each stores its unnormalised output, maximum and denominator; the last one to
 arrive at a counter merges them in their order, and resets the counter for the next launch.
 
-In the narrow walk (few rows) tokens are the M side of the matrix products and rows the N side,
-whose least size is 8. The tokens of a tile are dealt to as many groups as there are warps; each
+Tokens are the M side of the matrix products and rows the N side, whose least size is 8. In the
+narrow walk (few rows) the tokens of a tile are dealt to as many groups as there are warps; each
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
-once, at the end. The wide walk (more rows) has rows as M and one set of statistics.
+once, at the end. The joint walk (more rows) has one set of statistics, since outputs of all rows
+for each warp would not fit in its registers.
+
+Launches that follow each other overlap where the GPU can (programmatic dependent launch): a
+program starts while the kernel before it drains, and waits for its end before it reads anything.
 
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
 at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
@@ -37,6 +41,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
@@ -141,28 +146,23 @@ def _locate(
 def _load_rows(
     q, batch, q_start, kv_head, row, num_rows, stride_qb, stride_qs, stride_qh, SPEC: tl.constexpr
 ):
-    """Rows of q, rows last in the narrow walk: (D, ROWS), and first in the wide one: (ROWS, D)."""
+    """Rows of q, as columns: (D, ROWS)."""
     columns = tl.arange(0, SPEC.width)
     head = kv_head * SPEC.group + row % SPEC.group
     token = q_start + row // SPEC.group
     place = batch * (stride_qb * SPEC.vector) + token.to(tl.int64) * (stride_qs * SPEC.vector)
     place += head * (stride_qh * SPEC.vector)
-    if SPEC.groups == 0:
-        inside = (row < num_rows)[:, None] & (columns < SPEC.dim)[None, :]
-        return tl.load(q + place[:, None] + columns[None, :], mask=inside, other=0.0)
-    else:
-        inside = (row < num_rows)[None, :] & (columns < SPEC.dim)[:, None]
-        return tl.load(q + place[None, :] + columns[:, None], mask=inside, other=0.0)
+    inside = (row < num_rows)[None, :] & (columns < SPEC.dim)[:, None]
+    return tl.load(q + place[None, :] + columns[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
-def _fit_float16(q, SPEC: tl.constexpr):
+def _fit_float16(q):
     """q times a power of two for each row, so that its largest entry is near 1, and its inverse."""
-    axis: tl.constexpr = 1 if SPEC.groups == 0 else 0
-    top = tl.max(tl.abs(q.to(tl.float32)), axis)
+    top = tl.max(tl.abs(q.to(tl.float32)), 0)
     exponent = tl.where(top > 0.0, tl.floor(tl.log2(tl.maximum(top, 1e-30))), 0.0)
     shrink = tl.exp2(-exponent)
-    return (q.to(tl.float32) * tl.expand_dims(shrink, axis)).to(tl.float16), tl.exp2(exponent)
+    return (q.to(tl.float32) * shrink[None, :]).to(tl.float16), tl.exp2(exponent)
 
 
 @triton.jit
@@ -170,31 +170,27 @@ def _finish(
     stats: Stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads, seqlen_q,
     tokens_q, v_factor, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sink, divides and writes. `stats.acc` is (ROWS, D_v), or (D_v, ROWS) if narrow."""
+    """Adds the sink, divides and writes; `stats.acc` is (D_v, ROWS)."""
     head = kv_head * SPEC.group + row % SPEC.group
     query = row // SPEC.group
     inside = row < num_rows
     maximum, denominator, acc = stats.maximum, stats.denominator, stats.acc
-    axis: tl.constexpr = 1 if SPEC.groups == 0 else 0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
         top = tl.maximum(maximum, sink)
         rescale = tl.exp2(maximum - top)
         denominator = denominator * rescale + tl.exp2(sink - top)
-        acc = acc * tl.expand_dims(rescale, axis)
+        acc = acc * rescale[None, :]
         maximum = top
     inverse = tl.where(denominator == 0.0, 0.0, v_factor / denominator)
-    result = (acc * tl.expand_dims(inverse, axis)).to(out.dtype.element_ty)
+    result = (acc * inverse[None, :]).to(out.dtype.element_ty)
     token = (q_start + query).to(tl.int64)
     if not SPEC.packed_q:
         token += batch * seqlen_q
     place = (token * num_heads + head) * SPEC.dim_v
     columns = tl.arange(0, SPEC.width_v)
     fits = columns < SPEC.dim_v
-    if SPEC.groups == 0:
-        pointers, seen = place[:, None] + columns[None, :], inside[:, None] & fits[None, :]
-    else:
-        pointers, seen = place[None, :] + columns[:, None], inside[None, :] & fits[:, None]
+    pointers, seen = place[None, :] + columns[:, None], inside[None, :] & fits[:, None]
     tl.store(out + pointers, result, mask=seen)
     if SPEC.packed_q:
         at = head * tokens_q + q_start + query
@@ -211,12 +207,8 @@ def _put_aside(stats: Stats, partial_out, partial_stats, place, SPEC: tl.constex
     columns = tl.arange(0, SPEC.width_v)
     seen = row < SPEC.kept
     at = place * SPEC.kept + row
-    if SPEC.groups == 0:
-        pointers = at[:, None] * SPEC.width_v + columns[None, :]
-        tl.store(partial_out + pointers, stats.acc, mask=seen[:, None])
-    else:
-        pointers = at[None, :] * SPEC.width_v + columns[:, None]
-        tl.store(partial_out + pointers, stats.acc, mask=seen[None, :])
+    pointers = at[None, :] * SPEC.width_v + columns[:, None]
+    tl.store(partial_out + pointers, stats.acc, mask=seen[None, :])
     tl.store(partial_stats + at * 2, stats.maximum, mask=seen)
     tl.store(partial_stats + at * 2 + 1, stats.denominator, mask=seen)
 
@@ -317,6 +309,9 @@ def attn_decode_portable(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one head of K and row block against a piece of a sequence."""
+    if SPEC.overlaps:
+        gdc_launch_dependents()
+        gdc_wait()
     unit = tl.program_id(0)
     kv_head, row_start = unit // SPEC.row_blocks, (unit % SPEC.row_blocks) * SPEC.rows
     if SPEC.batch_padded == 1:
@@ -356,7 +351,7 @@ def attn_decode_portable(
         v_factor = tl.load(v_scale + kv_head)
     row_factor = factor
     if SPEC.is_float8:
-        queries, unshrink = _fit_float16(queries, SPEC)
+        queries, unshrink = _fit_float16(queries)
         row_factor = factor * unshrink
     slope = 0.0
     if SPEC.alibi_dim > 0:
@@ -463,7 +458,8 @@ class _Plan:
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
         self.run = Launch(attn_decode_portable, (units, programs), index,
-                          num_warps=config.num_warps, num_stages=stages)  # fmt: skip
+                          num_warps=config.num_warps, num_stages=stages,
+                          **({"launch_pdl": True} if spec.overlaps else {}))  # fmt: skip
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         q = tensors.q

@@ -54,6 +54,7 @@ class DecodeSpec:
         min_tiles: fewest tiles in a piece.
         merges: whether a sequence can be cut at all.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
+        overlaps: whether the launch may begin before the one ahead of it has ended.
     """
 
     rows: int
@@ -82,6 +83,12 @@ class DecodeSpec:
     min_tiles: int
     merges: bool
     by_word: bool
+    overlaps: bool
+
+
+def can_overlap(arch: str) -> bool:
+    """Whether a GPU has programmatic dependent launch: Hopper and later."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> DecodeSpec:
@@ -116,6 +123,7 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         min_tiles=config.min_tiles,
         merges=config.splits > 1 or config.balanced,
         by_word=problem.arch.startswith("sm_"),
+        overlaps=can_overlap(problem.arch),
     )
 
 
