@@ -1,8 +1,9 @@
 """Times the decode against FlashAttention-3 where it is installed, and writes JSON.
 
 CUDA graphs of ten calls, replayed in interleaved rounds; medians. Host time is that of eager
-calls. Rows are those of the peers' table, pages of 1 and 8, several queries, unequal lengths,
-and a float8 cache.
+calls. Rows are those of the peers' table, pages of 1 and 8, several queries, unequal lengths and
+equal ones of the same sum, a float8 cache, a shared prefix, and appends. Beside them stands what
+a kernel that only reads needs for as many bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,39 @@ import time
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 import onchip
 from onchip.bench.attention import device_report
+from onchip.paging.cascade import Cascade, of_pages
 
 CALLS_IN_GRAPH = 10
+
+
+@triton.jit
+def read_only(source, sums, count, BLOCK: tl.constexpr):
+    """Reads `count` words and keeps their sum, so that no load can be left out."""
+    total = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in tl.range(first, count, tl.num_programs(0).to(tl.int64) * BLOCK, num_stages=2):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(source + place, mask=place < count, other=0)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+def readers(num_bytes: int) -> dict:
+    """Calls that read so many bytes, with several sizes of programs: the fastest counts."""
+    count = num_bytes // 4
+    words = torch.randint(-(2**31), 2**31 - 1, (count,), device="cuda", dtype=torch.int32)
+    sums = torch.empty(8192, device="cuda", dtype=torch.int32)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    found = {}
+    for block, programs in ((4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 2)):
+        found[f"read {block} x {programs}"] = lambda block=block, programs=programs: read_only[
+            (programs * num_sms,)
+        ](words, sums, count, block, num_warps=8)
+    return found
 
 
 class Row(NamedTuple):
@@ -31,6 +60,8 @@ class Row(NamedTuple):
     seqlen_q: int = 1
     float8: bool = False
     name: str = ""
+    shared: int = 0  # tokens that all sequences begin with
+    append: bool = False  # one new token each, rotated
 
 
 def rows(quick: bool) -> list[Row]:
@@ -46,10 +77,16 @@ def rows(quick: bool) -> list[Row]:
     found += [Row(32, 8, (32768,), page, name="page") for page in (1, 8)]
     generator = torch.Generator().manual_seed(0)
     log_uniform = 128 * 256 ** torch.rand(64, generator=generator)
-    found.append(Row(32, 8, tuple(log_uniform.int().tolist()), 16, name="log-uniform"))
-    found.append(Row(32, 8, (1024,) * 63 + (131072,), 16, name="one long"))
-    found += [Row(32, 8, (16384,) * 8, 16, n, name="speculative") for n in (4, 8, 16)]
-    found.append(Row(32, 8, (8192,) * 64, 16, float8=True, name="float8"))
+    mixed = {"log-uniform": log_uniform.int().tolist(), "one long": [1024] * 63 + [131072]}
+    for name, lengths in mixed.items():
+        found.append(Row(32, 8, tuple(lengths), 16, name=name))
+        found.append(Row(32, 8, (sum(lengths) // 64,) * 64, 16, name=f"as {name}"))
+    found += [Row(32, 8, (16384,) * 8, 16, n, name="speculative") for n in (2, 4, 8, 16)]
+    found += [Row(32, 8, (32768,), 16, n, name="speculative") for n in (4, 8, 16)]
+    found += [Row(32, 8, (8192,) * 64, 16, float8=on, name="float8") for on in (False, True)]
+    found.append(Row(32, 8, (4096,), 16, append=True, name="append"))
+    found.append(Row(32, 8, (4096,) * 64, 16, append=True, name="append"))
+    found.append(Row(32, 8, (17408,) * 64, 16, shared=16384, name="shared"))
     return found
 
 
@@ -68,7 +105,16 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
         start += count
     lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(batch, row.seqlen_q, row.heads, 128, device="cuda", dtype=torch.bfloat16)
+    if row.shared:
+        table[:, : row.shared // row.page] = table[0, : row.shared // row.page]
     extra = {}
+    new = {}
+    if row.append:
+        lengths -= 1
+        new["k"], new["v"] = (torch.randn_like(q[:, :, : row.kv_heads]) for _ in range(2))
+        new["rotary_cos"], new["rotary_sin"] = (
+            torch.randn(longest, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
     if row.float8:
         scale = torch.full((row.kv_heads,), 0.02, device="cuda")
         extra = {"k_scale": scale, "v_scale": scale}
@@ -76,16 +122,25 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
 
     def ours():
         return onchip.attention_with_kvcache(
-            q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **extra
+            q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **extra, **new
         )
 
     def theirs():
-        return flash(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
+        return flash(q, k, v, cache_seqlens=lengths, page_table=table, causal=True, **new)
 
     calls = {"onchip": ours}
+    if row.shared:
+        cascade = cascade_of(row, table)
+        calls["cascade"] = lambda: cascade.attention(q, k, v)
     if flash is not None and not row.float8:
         calls["fa3"] = theirs
     return calls, 2 * sum(row.lengths) * row.kv_heads * 128 * k.element_size()
+
+
+def cascade_of(row: Row, table: torch.Tensor) -> Cascade:
+    """The row's sequences, whose first tokens are the same ones."""
+    pages = table.tolist()
+    return of_pages(pages, list(row.lengths), row.seqlen_q, row.page, lambda x: x.cuda())
 
 
 def host_us(call) -> float:
@@ -137,7 +192,11 @@ def measure(row: Row, flash, num_rounds: int) -> dict:
             if name == "onchip":
                 raise
             print(f"{name}: {type(error).__name__} {str(error)[:100]}")
+    for name, call in readers(num_bytes).items():
+        graphs[name] = graph_of(call)
     times = gpu_us(graphs, num_rounds)
+    reads = [times.pop(name) for name in list(times) if name.startswith("read")]
+    times["read"] = min(reads)
     found = row._asdict() | {"lengths": [len(row.lengths), max(row.lengths)], "bytes": num_bytes}
     found |= {f"{name}_us": round(t, 2) for name, t in times.items()}
     found |= {f"{name}_tbps": round(num_bytes / t / 1e6, 3) for name, t in times.items()}
@@ -147,6 +206,7 @@ def measure(row: Row, flash, num_rounds: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one head count, fewer rounds")
+    parser.add_argument("--only", help="rows of this name only; '' for the peers' rows")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
     try:
@@ -156,6 +216,8 @@ def main() -> None:
     results = []
     report = {**device_report(), "unit": "us", "rows": results}
     for row in rows(options.quick):
+        if options.only is not None and row.name != options.only:
+            continue
         try:
             found = measure(row, flash, 7 if options.quick else 21)
         except Exception as error:
@@ -166,6 +228,9 @@ def main() -> None:
         host = [found.get(f"{n}_host_us") for n in ("onchip", "fa3")]
         ours = f"onchip {found['onchip_us']:8.1f} us {found['onchip_tbps']:.2f} TB/s"
         theirs = f"fa3 {found.get('fa3_us', 0):8.1f} us, ratio {ratio:.2f}, host {host}"
+        theirs += f", of a read {found['read_us'] / found['onchip_us']:.2f}"
+        if row.shared:
+            theirs += f", cascade {found['cascade_us']:.1f} us"
         shape = f"{row.heads}/{row.kv_heads} {found['lengths']} page {row.page} S_q {row.seqlen_q}"
         print(f"{row.name or 'row':12} {shape} {ours} {theirs}", flush=True)
         if options.out:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
-from onchip import ops
+from onchip import cache_ops, ops
 from onchip.analysis import cost
 from onchip.kernels import KERNELS
 from onchip.problem import Layout, Op, Problem
@@ -71,7 +71,7 @@ def test_opcheck_store():
     k, v = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     caches = torch.zeros(3, 2, 2, 8), torch.zeros(3, 2, 2, 8)
     slots = torch.tensor([5, -1, 0, 3])
-    torch.library.opcheck(ops.store_op, (k, v, *caches, slots, None, None))
+    torch.library.opcheck(cache_ops.store_op, (k, v, *caches, slots, None, None))
 
 
 @pytest.mark.parametrize("name", FEATURES)

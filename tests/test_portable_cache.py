@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from onchip import dispatch, ops
+from onchip import cache_ops, dispatch
 from onchip.kernels import cpu_cache
 from onchip.kernels.portable import cache
 
@@ -42,7 +42,7 @@ def test_stores_what_the_cpu_stores(dims, slot_dtype, scaled):
         k, v, k_cache, v_cache, slots = _data(*dims, dtype, cache_dtype)
         scales = (torch.tensor([0.5, 2.0, 4.0]), torch.tensor([1.0, 0.25, 8.0]))
         scales = scales if scaled else (None, None)
-        problem = ops._store_problem(k, v, k_cache, scaled)
+        problem = cache_ops.store_problem(k, v, k_cache, scaled)
         wanted = [k_cache.clone(), v_cache.clone()]
         cpu_cache.launch(problem, k, v, *wanted, slots, *scales)
         cache.launch(problem, k, v, k_cache, v_cache, slots.to(slot_dtype), *scales)
@@ -52,6 +52,6 @@ def test_stores_what_the_cpu_stores(dims, slot_dtype, scaled):
 
 def test_the_record_stores_on_a_gpu():
     k, v, k_cache, _, _ = _data(8, 8, torch.bfloat16, torch.bfloat16)
-    problem = replace(ops._store_problem(k, v, k_cache, False), device="cuda", arch="sm_90")
+    problem = replace(cache_ops.store_problem(k, v, k_cache, False), device="cuda", arch="sm_90")
     record = dispatch.choose(problem)
     assert record.name == "portable" and record.module.endswith("portable.cache")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onchip import dispatch, ops, prepare, repeats, validate
+from onchip import cache_ops, dispatch, ops, prepare, repeats, validate
 from onchip.dispatch import Explanation
 from onchip.mods import MaskMod, ScoreMod
 from onchip.prepare import CacheArguments, Options, mods_of
@@ -254,7 +254,7 @@ def attention_with_kvcache(
     if new is not None:
         if not torch.compiler.is_compiling():
             ops.plan(Op.FORWARD, call.tensors, call.params)
-        call.tensors.q, call.tensors.seqused_k = ops.append(new)
+        call.tensors.q, call.tensors.seqused_k = cache_ops.append(new)
     out, lse = ops.attention(*call)
     repeats.keep(key, given, call, new, return_lse)
     return (out, lse) if return_lse else out
@@ -289,7 +289,7 @@ def store_kvcache(
     """
     prepare.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     scales = (prepare.per_head(k_scale, k_cache), prepare.per_head(v_scale, v_cache))
-    ops.store_op(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, *scales)
+    cache_ops.store_op(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, *scales)
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

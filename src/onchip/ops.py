@@ -1,5 +1,7 @@
 """Attention as torch operators: schemas, fakes, autograd and FLOP formulas.
 
+Those that write to a cache are in `onchip.cache_ops`.
+
 The operators take flat positional arguments, so that torch.compile, export and the profiler see
 one opaque node each. Autograd stands outside them, in a Function that is skipped when nothing
 needs a gradient. Gradient transforms of torch.func and forward-mode derivatives are refused.
@@ -21,17 +23,7 @@ from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
-from onchip.problem import (
-    Layout,
-    Mask,
-    NewTokens,
-    Op,
-    Params,
-    Problem,
-    Saved,
-    Tensors,
-    needs_copy,
-)
+from onchip.problem import Op, Params, Problem, Saved, Tensors, needs_copy
 
 NAMESPACE = "onchip"
 
@@ -55,16 +47,6 @@ _lib.define(f"attn_forward({_INPUTS}, {_PARAMS}) -> (Tensor out, Tensor lse)")
 _lib.define(
     f"attn_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_PARAMS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] daux)"
-)
-_lib.define(
-    "store_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
-    " Tensor? k_scale, Tensor? v_scale) -> ()"
-)
-_lib.define(
-    "append_kv(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor cache_seqlens, Tensor block_table, Tensor? slot_mapping, Tensor? rotary_cos,"
-    " Tensor? rotary_sin, Tensor? k_scale, Tensor? v_scale, bool interleaved, bool in_order)"
-    " -> (Tensor q, Tensor lengths)"
 )
 
 
@@ -117,43 +99,6 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
     return found
 
 
-def plan_store(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool, entry: str = "") -> Plan:
-    """The chosen kernel for a store of k (T, H_kv, D) and v, or its other `entry`; see `plan`."""
-    key = (entry, k.shape, v.shape[-1], k_cache.shape, k.dtype, k_cache.dtype, k.device, scaled)
-    found = _plans.get(key)
-    if found is None:
-        problem = _store_problem(k, v, k_cache, scaled)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        kernel = dispatch.choose(problem)
-        found = _plans[key] = Plan(problem, kernel.load(entry), kernel.load_repeat(entry))
-    return found
-
-
-def _store_problem(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool) -> Problem:
-    return Problem(
-        op=Op.STORE,
-        device=k.device.type,
-        dtype=k.dtype,
-        kv_dtype=k_cache.dtype,
-        layout_q=Layout.PACKED,
-        layout_k=Layout.PAGED,
-        batch=1,
-        seqlen_q=k.shape[0],
-        seqlen_k=k.shape[0],
-        tokens_q=k.shape[0],
-        num_heads=k.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=k.shape[2],
-        head_dim_v=v.shape[-1],
-        mask=Mask(),
-        scale=1.0,
-        page_size=k_cache.shape[1],
-        num_pages=k_cache.shape[0],
-        kv_scales=scaled,
-    )
-
-
 _SMALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "alibi_slopes", "sinks")
 
 
@@ -184,7 +129,7 @@ def _readable(tensors: Tensors) -> Tensors:
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-def _without_autocast(device: str):
+def without_autocast(device: str):
     """Kernels compute in their own precision: autocast must not reach into them."""
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -223,7 +168,7 @@ def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tenso
     problem, launch, _ = found
     if tensors.q.numel() == 0:
         return _new_outputs(tensors.q, tensors.v, tensors.cu_seqlens_q is not None)
-    with _without_autocast(problem.device):
+    with without_autocast(problem.device):
         out, lse = launch(problem, _readable(tensors))
     return out.contiguous(), lse.contiguous()
 
@@ -238,7 +183,7 @@ def _attn_backward(
         return *_zero_gradients(tensors, lse, dlse), [x.new_zeros(x.shape) for x in aux]
     sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in aux]
     saved = Saved(dout.contiguous() if needs_copy(dout) else dout, dlse, out, lse, sums)
-    with _without_autocast(problem.device):
+    with without_autocast(problem.device):
         dq, dk, dv, dsinks = launch(problem, _readable(tensors), saved)
     if dsinks is None:
         dsinks = dq.new_empty(0)
@@ -260,65 +205,6 @@ def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsinks
 
 
-def _store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
-    scaled = k_scale is not None or v_scale is not None
-    problem, launch, _ = plan_store(k, v, k_cache, scaled)
-    if k.numel():
-        with _without_autocast(problem.device):
-            launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-
-
-def append(new: NewTokens) -> tuple[Tensor, Tensor]:
-    """Appends, past torch's dispatcher where nothing listens to it.
-
-    Returns:
-        q, rotated if `new` says how, else q itself; and the lengths after the append, (B,).
-
-    Mutates:
-        new.k_cache, new.v_cache: the slots of the new tokens.
-    """
-    if is_plain(new.q, new.k, new.v, new.k_cache, new.v_cache):
-        return _append(new)
-    q, lengths = append_op(*new.tensors, new.interleaved, new.in_order)
-    return (new.q if new.rotary_cos is None else q), lengths
-
-
-def _append(new: NewTokens) -> tuple[Tensor, Tensor]:
-    problem, launch, _ = plan_append(new)
-    if new.k.numel() == 0:
-        return new.q, new.cache_seqlens + new.k.shape[1]
-    for name in ("q", "k", "v"):
-        if needs_copy(getattr(new, name)):
-            setattr(new, name, getattr(new, name).contiguous())
-    for name in ("cache_seqlens", "block_table", "slot_mapping", "rotary_cos", "rotary_sin"):
-        x = getattr(new, name)
-        if x is not None and (needs_copy(x) if name == "block_table" else not x.is_contiguous()):
-            setattr(new, name, x.contiguous())
-    with _without_autocast(problem.device):
-        return launch(problem, new)
-
-
-def plan_append(new: NewTokens) -> Plan:
-    """The chosen kernel for an append; see `plan`.
-
-    Raises:
-        NoKernelError: if no kernel takes it.
-    """
-    scaled = new.k_scale is not None or new.v_scale is not None
-    return plan_store(new.k.flatten(0, 1), new.v, new.k_cache, scaled, "append")
-
-
-def _append_kv(*args) -> tuple[Tensor, Tensor]:
-    new = NewTokens(*args)
-    q, lengths = _append(new)
-    return (new.q.new_empty(0) if new.rotary_cos is None else q), lengths
-
-
-def _fake_append(q, k, v, k_cache, v_cache, cache_seqlens, *rest):
-    rotates = rest[2] is not None
-    return q.new_empty(q.shape if rotates else 0), cache_seqlens.new_empty(cache_seqlens.shape)
-
-
 def _fake_forward(q, k, v, cu_seqlens_q, *rest):
     return _new_outputs(q, v, cu_seqlens_q is not None)
 
@@ -331,23 +217,15 @@ def _fake_backward(dout, dlse, out, lse, *args):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, daux
 
 
-def _fake_store(*args) -> None:
-    return None
-
-
 for _name, _impl, _fake in (
     ("attn_forward", _attn_forward, _fake_forward),
     ("attn_backward", _attn_backward, _fake_backward),
-    ("store_kv", _store_kv, _fake_store),
-    ("append_kv", _append_kv, _fake_append),
 ):
     _lib.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
 
 forward_op = torch.ops.onchip.attn_forward.default
 backward_op = torch.ops.onchip.attn_backward.default
-store_op = torch.ops.onchip.store_kv.default
-append_op = torch.ops.onchip.append_kv.default
 
 #: Operators worth saving under selective activation checkpointing
 #: (torch.utils.checkpoint.create_selective_checkpoint_contexts).

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onchip import env, ops
-from onchip.problem import NewTokens, Tensors
+from onchip import cache_ops, env, ops
+from onchip.problem import NewTokens, Op, Tensors
 
 _Q, _SEQLENS, _TABLE, _BATCH_IDX = 0, 3, 4, 10  # places among `prepare.CacheArguments`
 _MAX_KEPT = 4096  # a bound on memory for servers whose shapes never repeat
@@ -146,8 +146,7 @@ def keep(
         new: as the append read them.
         wants_lse: whether the caller asked for it.
     """
-    memo = call.memo
-    if key is None or memo is None or memo.forward is None or not memo.forward.repeat:
+    if key is None:
         return
     tensors = call.tensors
     if tensors.q.device.type != "cuda" or not ops.is_plain(*_present(given)):
@@ -162,11 +161,13 @@ def keep(
     sources = _sources(_read(tensors), named, table, batch_idx)
     if own is None or sources is None:
         return
-    append = None
+    forward = ops.plan(Op.FORWARD, tensors, call.params)
+    attend = append = None
+    if forward.repeat:
+        attend = forward.repeat(forward.problem, tensors, wants_lse)
     if new is not None:
-        plan = ops.plan_append(new)
+        plan = cache_ops.plan_append(new)
         append = plan.repeat(plan.problem, new) if plan.repeat else None
-    attend = memo.forward.repeat(memo.forward.problem, tensors, wants_lse)
     if attend is None or (new is not None and append is None):
         return
     is_ours = table is not given[_TABLE] and batch_idx is None
@@ -209,8 +210,13 @@ def _sources(
             found.append(same[0])
         elif x is table and batch_idx is None:
             found.append(len(present))
-        elif x is table and x.data_ptr() == batch_idx.data_ptr() and batch_idx.is_contiguous():
+        elif batch_idx is not None and x is table and _starts_with(x, batch_idx):
             found.append(next(i for i, y in enumerate(present) if y is batch_idx))
         else:
             return None
     return tuple(found)
+
+
+def _starts_with(table: Tensor, batch_idx: Tensor) -> bool:
+    """Whether the table is these rows where they lie."""
+    return table.data_ptr() == batch_idx.data_ptr() and batch_idx.is_contiguous()

@@ -47,17 +47,16 @@ from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
 from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
+from onchip.kernels.portable.decode_results import finish, finish_merged, merged, put_aside
 from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec
 from onchip.kernels.portable.decode_tiles import (
-    LOWEST,
     Keys,
-    Stats,
     Terms,
     attend,
     merge_groups,
     row_edges,
 )
-from onchip.kernels.portable.masks import LN2, LOG2E
+from onchip.kernels.portable.masks import LOG2E
 from onchip.problem import Layout, Problem, Tensors
 
 
@@ -165,130 +164,6 @@ def _fit_float16(q):
     return (q.to(tl.float32) * shrink[None, :]).to(tl.float16), tl.exp2(exponent)
 
 
-@triton.jit
-def _finish(
-    stats: Stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads, seqlen_q,
-    tokens_q, v_factor, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Adds the sink, divides and writes; `stats.acc` is (D_v, ROWS)."""
-    head = kv_head * SPEC.group + row % SPEC.group
-    query = row // SPEC.group
-    inside = row < num_rows
-    maximum, denominator, acc = stats.maximum, stats.denominator, stats.acc
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
-        top = tl.maximum(maximum, sink)
-        rescale = tl.exp2(maximum - top)
-        denominator = denominator * rescale + tl.exp2(sink - top)
-        acc = acc * rescale[None, :]
-        maximum = top
-    inverse = tl.where(denominator == 0.0, 0.0, v_factor / denominator)
-    result = (acc * inverse[None, :]).to(out.dtype.element_ty)
-    token = (q_start + query).to(tl.int64)
-    if not SPEC.packed_q:
-        token += batch * seqlen_q
-    place = (token * num_heads + head) * SPEC.dim_v
-    columns = tl.arange(0, SPEC.width_v)
-    fits = columns < SPEC.dim_v
-    pointers, seen = place[None, :] + columns[:, None], inside[None, :] & fits[:, None]
-    tl.store(out + pointers, result, mask=seen)
-    if SPEC.packed_q:
-        at = head * tokens_q + q_start + query
-    else:
-        at = (batch * num_heads + head) * seqlen_q + query
-    result = tl.where(denominator == 0.0, float("-inf"), (maximum + tl.log2(denominator)) * LN2)
-    tl.store(lse + at, result, mask=inside)
-
-
-@triton.jit
-def _put_aside(stats: Stats, partial_out, partial_stats, place, SPEC: tl.constexpr):
-    """Stores a piece's statistics as number `place`."""
-    row = tl.arange(0, SPEC.rows)
-    columns = tl.arange(0, SPEC.width_v)
-    seen = row < SPEC.kept
-    at = place * SPEC.kept + row
-    pointers = at[None, :] * SPEC.width_v + columns[:, None]
-    tl.store(partial_out + pointers, stats.acc, mask=seen[None, :])
-    tl.store(partial_stats + at * 2, stats.maximum, mask=seen)
-    tl.store(partial_stats + at * 2 + 1, stats.denominator, mask=seen)
-
-
-@triton.jit
-def _merged(partial_out, partial_stats, place, count, SPEC: tl.constexpr):
-    """Statistics of `count` pieces from number `place` on, as (kept * D_v), (kept,), (kept,).
-
-    Rows and columns are one dimension, which covers all threads: a sum over pieces stays
-    inside a thread. Their order is that of the keys, so the result does not depend on time.
-    """
-    KEPT: tl.constexpr = SPEC.kept
-    WIDTH_V: tl.constexpr = SPEC.width_v
-    SIZE: tl.constexpr = SPEC.kept * SPEC.width_v
-    AT_ONCE: tl.constexpr = 8192 // SIZE if SIZE < 8192 else 1
-    row = tl.arange(0, KEPT)
-    piece = tl.arange(0, AT_ONCE)[:, None]
-    entry = tl.arange(0, SIZE)[None, :]
-    maximum = tl.full([KEPT], LOWEST, tl.float32)
-    denominator = tl.zeros([KEPT], tl.float32)
-    acc = tl.zeros([SIZE], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        seen = start + piece < count
-        first = place + start + piece
-        outs = tl.load(partial_out + first * SIZE + entry, mask=seen, other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
-        at = (first * KEPT + row[None, :]) * 2
-        tops = tl.load(partial_stats + at, mask=seen, other=LOWEST, cache_modifier=".cg")
-        sums = tl.load(partial_stats + at + 1, mask=seen, other=0.0, cache_modifier=".cg")
-        now = tl.maximum(maximum, tl.max(tops, 0))
-        rescale = tl.exp2(maximum - now)
-        weights = tl.exp2(tops - now[None, :])
-        denominator = denominator * rescale + tl.sum(sums * weights, 0)
-        wide = tl.broadcast_to(rescale[:, None], [KEPT, WIDTH_V])
-        acc = acc * tl.reshape(wide, [SIZE])
-        wide = tl.broadcast_to(weights[:, :, None], [AT_ONCE, KEPT, WIDTH_V])
-        acc += tl.sum(outs * tl.reshape(wide, [AT_ONCE, SIZE]), 0)
-        maximum = now
-    return acc, maximum, denominator
-
-
-@triton.jit
-def _finish_merged(
-    acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head, row_start, num_rows,
-    num_heads, seqlen_q, tokens_q, v_factor, SPEC: tl.constexpr,
-):  # fmt: skip
-    """`_finish` of what `_merged` returns."""
-    KEPT: tl.constexpr = SPEC.kept
-    WIDTH_V: tl.constexpr = SPEC.width_v
-    SIZE: tl.constexpr = SPEC.kept * SPEC.width_v
-    row = row_start + tl.arange(0, KEPT)
-    head = kv_head * SPEC.group + row % SPEC.group
-    inside = row < num_rows
-    rescale = tl.full([KEPT], 1.0, tl.float32)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
-        top = tl.maximum(maximum, sink)
-        rescale = tl.exp2(maximum - top)
-        denominator = denominator * rescale + tl.exp2(sink - top)
-        maximum = top
-    inverse = tl.where(denominator == 0.0, 0.0, v_factor * rescale / denominator)
-    wide = tl.broadcast_to(inverse[:, None], [KEPT, WIDTH_V])
-    result = (acc * tl.reshape(wide, [SIZE])).to(out.dtype.element_ty)
-    entry = tl.arange(0, SIZE)
-    entry_row = row_start + entry // SPEC.width_v
-    column = entry % SPEC.width_v
-    token = (q_start + entry_row // SPEC.group).to(tl.int64)
-    if not SPEC.packed_q:
-        token += batch * seqlen_q
-    place = (token * num_heads + kv_head * SPEC.group + entry_row % SPEC.group) * SPEC.dim_v
-    tl.store(out + place + column, result, mask=(entry_row < num_rows) & (column < SPEC.dim_v))
-    query = row // SPEC.group
-    if SPEC.packed_q:
-        at = head * tokens_q + q_start + query
-    else:
-        at = (batch * num_heads + head) * seqlen_q + query
-    result = tl.where(denominator == 0.0, float("-inf"), (maximum + tl.log2(denominator)) * LN2)
-    tl.store(lse + at, result, mask=inside)
-
-
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
 # lengths and strides, the numbers must be parameters of their own. Hence so many.
 _NUMBERS = (
@@ -369,17 +244,17 @@ def attn_decode_portable(
     if SPEC.groups > 0:
         stats = merge_groups(stats)
     if not SPEC.merges or count == 1:
-        _finish(stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads,
+        finish(stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads,
                 seqlen_q, tokens_q, v_factor, SPEC)  # fmt: skip
     if SPEC.merges:  # noqa: SIM102 (one is decided by the compiler, one at run time)
         if count > 1:
             base = tl.cast(unit, tl.int64) * tl.num_programs(1) + piece.first_program
-            _put_aside(stats, partial_out, partial_stats, base + piece.index, SPEC)
+            put_aside(stats, partial_out, partial_stats, base + piece.index, SPEC)
             tl.debug_barrier()  # all threads' stores come before the one thread's count
             counter = counters + batch * tl.num_programs(0) + unit
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                acc, maximum, denominator = _merged(partial_out, partial_stats, base, count, SPEC)
-                _finish_merged(acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head,
+                acc, maximum, denominator = merged(partial_out, partial_stats, base, count, SPEC)
+                finish_merged(acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head,
                                row_start, num_rows, num_heads, seqlen_q, tokens_q, v_factor,
                                SPEC)  # fmt: skip
                 tl.store(counter, 0)
