@@ -240,13 +240,12 @@ def attention_with_kvcache(
         rotary_sin, cache_batch_idx, cache_leftpad, k_scale, v_scale, alibi_slopes, sinks,
     )  # fmt: skip
     run = (return_lse, deterministic, num_splits, kernel)
-    key = None
+    asked = None
     if not torch.compiler.is_compiling():
-        numbers = (*run, rotary_interleaved, causal, scale, softcap, window)
-        key, places = repeats.key_of(given, numbers)
-        repeat = repeats.find(key)
+        asked = repeats.asked(given, (*run, rotary_interleaved, causal, scale, softcap, window))
+        repeat = repeats.find(asked)
         if repeat is not None:
-            out, lse = repeat(q, places)
+            out, lse = repeat(q, asked.places)
             return (out, lse) if return_lse else out  # type: ignore[return-value]
     options = Options(causal, window, scale, softcap, *run)
     arguments = CacheArguments(*given)
@@ -256,7 +255,7 @@ def attention_with_kvcache(
             ops.plan(Op.FORWARD, call.tensors, call.params)
         call.tensors.q, call.tensors.seqused_k = cache_ops.append(new)
     out, lse = ops.attention(*call)
-    repeats.keep(key, given, call, new, return_lse)
+    repeats.keep(asked, given, call, new, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 
@@ -33,10 +34,17 @@ class Variable:
         return self.parse(os.environ.get(self.name, self.default))
 
     def is_set(self) -> bool:
-        """Whether the variable is set to anything now; in a tenth of the time of `get`."""
-        # os.environ encodes and decodes, which costs a launch 1 us; this is what it keeps.
-        kept = getattr(os.environ, "_data", None)
-        return self.name in os.environ if kept is None else os.fsencode(self.name) in kept
+        """Whether the variable is set to anything now; much quicker than `get`."""
+        return _encoded(self.name) in _SET
+
+
+#: What os.environ keeps, under encoded names: to ask it itself costs a launch 1 us.
+_SET = getattr(os.environ, "_data", os.environ)
+
+
+@lru_cache(maxsize=None)
+def _encoded(name: str):
+    return os.environ.encodekey(name) if _SET is not os.environ else name
 
 
 def _flag(name: str) -> Callable[[str], bool]:

@@ -301,22 +301,48 @@ class Append:
 
 
 class RepeatedAppend:
-    """An append's launch from addresses, in the order of `NewTokens.tensors`."""
+    """An append's launch from addresses, in the order of `NewTokens.tensors`.
 
-    def __init__(self, once: Append):
+    Rotated queries and lengths go to scratch memory of the stream, or of the graph that it is
+    recording: whoever reads them is launched next.
+    """
+
+    def __init__(self, once: Append, queries: Tensor):
         self._once = once
+        self._device = queries.device
+        self._lengths_at = -(-queries.numel() * queries.element_size() // 16) * 16
+        self._lengths_at *= once.rotates
+        self._num_bytes = self._lengths_at + 4 * once.batch
+        self._scratch: dict[int, tuple[Tensor, int]] = {}  # of each stream
 
     @property
     def is_ready(self) -> bool:
         """Whether it may be called now."""
         return self._once.run.takes_addresses
 
-    def __call__(self, places: tuple) -> tuple[Tensor | None, Tensor]:
+    def __call__(self, places: tuple) -> tuple[Tensor, int | None, int]:
+        """What to keep until the reader's launch; addresses of rotated q, if any, and lengths."""
         once = self._once
-        rotated, lengths = once.outputs()
-        at = None if rotated is None else rotated.data_ptr()
-        once.run.at(*places, at, lengths.data_ptr(), *once.numbers)
-        return rotated, lengths
+        kept, start = self._memory()
+        at = start if once.rotates else None
+        lengths = start + self._lengths_at
+        once.run.at(*places, at, lengths, *once.numbers)
+        return kept, at, lengths
+
+    def _memory(self) -> tuple[Tensor, int]:
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if capturing or self._num_bytes > _MOST_SCRATCH_BYTES:
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            return memory, memory.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._scratch.get(stream)
+        if found is None:
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            found = self._scratch[stream] = (memory, memory.data_ptr())
+        return found
+
+
+_MOST_SCRATCH_BYTES = 1 << 20  # kept for each shape and stream
 
 
 def append(problem: Problem, new: NewTokens) -> tuple[Tensor, Tensor]:
@@ -333,7 +359,7 @@ def append(problem: Problem, new: NewTokens) -> tuple[Tensor, Tensor]:
 
 def repeat_append(problem: Problem, new: NewTokens) -> RepeatedAppend:
     """See `onchip.kernels.Kernel.load_repeat`."""
-    return RepeatedAppend(_append_of(problem, new))
+    return RepeatedAppend(_append_of(problem, new), new.q)
 
 
 def _append_of(problem: Problem, new: NewTokens) -> Append:

@@ -360,7 +360,7 @@ class Repeated:
     def __init__(self, plan: _Plan, q: Tensor, wants_lse: bool):
         self._plan = plan
         self._wants_lse = wants_lse
-        self._is_like_q = q.is_contiguous() and q.shape == plan.out_shape
+        self._is_like_q = q.shape == plan.out_shape
         self._outputs = (plan.out_shape, _contiguous(plan.out_shape))
         self._lse = (plan.lse_shape, _contiguous(plan.lse_shape))
         num_rows, width, num_counters = plan.room if plan.spec.merges else (0, 1, 1)
@@ -379,7 +379,7 @@ class Repeated:
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         plan = self._plan
         if self._is_like_q:
-            out = torch.empty_like(q)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             out = torch.empty_strided(*self._outputs, dtype=plan.dtype, device=plan.device)
         room, spare, *partials = self._memory()
