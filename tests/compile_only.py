@@ -43,17 +43,24 @@ def run_script(script: Path, *arguments: str) -> list[dict]:
 
 def captured(kernel, launch: Callable[[], object]) -> list[Call]:
     """Launches of `kernel` that `launch()` would have made; none of them runs."""
+    return captured_of((kernel,), launch)
+
+
+def captured_of(kernels: tuple, launch: Callable[[], object]) -> list[Call]:
+    """`captured` for a launch that runs several kernels."""
     calls = []
-    original = kernel.run
+    originals = [kernel.run for kernel in kernels]
 
-    def take(*args, grid, warmup, **kwargs):
-        calls.append(Call(kernel, args, kwargs))
+    def taking(kernel):
+        return lambda *args, grid, warmup, **kwargs: calls.append(Call(kernel, args, kwargs))
 
-    kernel.run = take
+    for kernel in kernels:
+        kernel.run = taking(kernel)
     try:
         launch()
     finally:
-        kernel.run = original
+        for kernel, original in zip(kernels, originals, strict=True):
+            kernel.run = original
     return calls
 
 

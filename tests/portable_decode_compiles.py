@@ -60,9 +60,10 @@ def resources(cases: list[dict]) -> list[dict]:
     for case in cases:
         problem, tensors = pose(case["arch"], case["dim"], **FEATURES[case["features"]])
         launch = partial(decode.launch_with, choose_decode(problem, 132), problem, tensors)
-        (call,) = compile_only.captured(decode.attn_decode_portable, launch)
-        binary = compile_only.compiled(call, case["arch"])
-        found.append(case | compile_only.resources(binary))
+        kernels = (decode.attn_decode_portable, decode.attn_decode_merge_portable)
+        for call in compile_only.captured_of(kernels, launch):
+            binary = compile_only.compiled(call, case["arch"])
+            found.append(case | compile_only.resources(binary))
     return found
 
 

@@ -185,7 +185,8 @@ def test_configs_cover_the_rows_and_the_keys():
 SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 COMPILED = [
-    {"arch": "sm_90", "dim": 128, "features": name} for name in ("page_16", "page_1", "float8")
+    {"arch": "sm_90", "dim": 128, "features": name}
+    for name in ("page_16", "page_1", "float8", "wide")  # the last one in two launches
 ] + [
     {"arch": "sm_80", "dim": 128, "features": "speculative"},
     {"arch": "sm_90", "dim": 80, "features": "terms"},
@@ -196,7 +197,7 @@ COMPILED = [
 
 def test_it_compiles_for_gpus_that_are_not_there():
     found = compile_only.run_script(SCRIPT, json.dumps(COMPILED))
-    assert len(found) == len(COMPILED)
+    assert len(found) == len(COMPILED) + 2  # the speculative case merges in a second launch, too
     for used in found:
         print(used)
         assert used["shared_bytes"] <= SHARED_BYTES[used["arch"]], used

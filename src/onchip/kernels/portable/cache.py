@@ -21,11 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.launcher import Launch
-from onchip.kernels.portable.decode_spec import can_overlap
-from onchip.problem import NewTokens, Problem, device_arch
+from onchip.problem import NewTokens, Problem
 
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3fn
 _NUMBERS = (
@@ -134,7 +133,6 @@ def kv_append_portable(
 ):  # fmt: skip
     """One program: some heads of one new token, of K and V or, after those, of q."""
     if SPEC.overlaps:  # see `decode`
-        gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
     block = tl.program_id(1)
@@ -254,7 +252,7 @@ class AppendSpec:
         pairs = 0 if new.rotary_cos is None else new.rotary_cos.shape[1]
         return cls(
             new.q.shape[2], problem.num_kv_heads, heads, problem.head_dim, problem.head_dim_v,
-            width, pairs, new.interleaved, new.in_order, can_overlap(device_arch(new.q.device)),
+            width, pairs, new.interleaved, new.in_order, False,
         )  # fmt: skip
 
     @property

@@ -4,14 +4,14 @@ Method: the queries of a sequence (S_q <= 16) and the heads of one group are the
 program, so that K and V are read once for the whole group. The keys of a sequence are cut into
 pieces (split-KV, Dao et al. 2023, Flash-Decoding); each piece is walked tile by tile with the
 online softmax (Milakov and Gimelshein 2018). A sequence of one piece is finished at once. Of
-several pieces each stores its unnormalised output, maximum and denominator; the last one to
-arrive at a counter merges them in their order, and resets the counter for the next launch.
+several pieces each stores its unnormalised output, maximum and denominator. With few rows the
+last one to arrive at a counter merges them in their order, and resets the counter for the next
+launch; with many that program would read for longer than a second launch takes, which merges.
 
-Tokens are the M side of the matrix products and rows the N side, whose least size is 8. In the
-narrow walk (few rows) the tokens of a tile are dealt to as many groups as there are warps; each
+In the narrow walk (few rows) tokens are the M side of the matrix products and rows the N side,
+whose least size is 8. The tokens of a tile are dealt to as many groups as there are warps; each
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
-once, at the end. The joint walk (more rows) has one set of statistics, since outputs of all rows
-for each warp would not fit in its registers.
+once, at the end. The wide walk (more rows) has rows as M and one set of statistics.
 
 Launches that follow each other overlap where the GPU can (programmatic dependent launch): a
 program starts while the kernel before it drains, and waits for its end before it reads anything.
@@ -115,25 +115,39 @@ def _all_tiles(
 
 
 @triton.jit
-def _locate(
-    cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, splits, num_sms,
+def _shares(
+    cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, splits, num_sms, units,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """This program's sequence, how its keys are cut, and tiles wanted a piece; see `Piece`.
+    """Pieces of every sequence, and their running sum.
 
     Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about three for
-    each SM. A program finds its sequence from the running sum; those left over come last.
+    each SM.
     """
-    program = tl.program_id(1)
     every = tl.arange(0, SPEC.batch_padded)
     tiles = _all_tiles(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, SPEC)
     total = tl.sum(tiles, 0)
     unequal = tl.max(tiles, 0) * num_sequences * 4 > total * 5
-    work = tl.maximum(total * tl.num_programs(0), 1)
+    work = tl.maximum(total * units, 1)
     # tiles * num_sms * 3 would overflow at 2^31 only beyond 2^22 tiles of one sequence
     wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * 3, work), splits)
     counts = tl.where(every < num_sequences, _pieces(tiles, wanted, SPEC), 0)
-    ends = tl.cumsum(counts, 0)
+    return counts, tl.cumsum(counts, 0)
+
+
+@triton.jit
+def _locate(
+    cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, splits, num_sms,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """This program's sequence and how its keys are cut, from `_shares`; see `Piece`.
+
+    A program finds its sequence from the running sum; those left over come last.
+    """
+    program = tl.program_id(1)
+    every = tl.arange(0, SPEC.batch_padded)
+    counts, ends = _shares(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left,
+                           splits, num_sms, tl.num_programs(0), SPEC)  # fmt: skip
     batch = tl.sum((ends <= program).to(tl.int32), 0)
     end = tl.min(tl.where(ends > program, ends, 2147483647), 0)
     count = tl.sum(tl.where(every == batch, counts, 0), 0)
@@ -145,23 +159,28 @@ def _locate(
 def _load_rows(
     q, batch, q_start, kv_head, row, num_rows, stride_qb, stride_qs, stride_qh, SPEC: tl.constexpr
 ):
-    """Rows of q, as columns: (D, ROWS)."""
+    """Rows of q, rows last in the narrow walk: (D, ROWS), and first in the wide one: (ROWS, D)."""
     columns = tl.arange(0, SPEC.width)
     head = kv_head * SPEC.group + row % SPEC.group
     token = q_start + row // SPEC.group
     place = batch * (stride_qb * SPEC.vector) + token.to(tl.int64) * (stride_qs * SPEC.vector)
     place += head * (stride_qh * SPEC.vector)
-    inside = (row < num_rows)[None, :] & (columns < SPEC.dim)[:, None]
-    return tl.load(q + place[None, :] + columns[:, None], mask=inside, other=0.0)
+    if SPEC.groups == 0:
+        inside = (row < num_rows)[:, None] & (columns < SPEC.dim)[None, :]
+        return tl.load(q + place[:, None] + columns[None, :], mask=inside, other=0.0)
+    else:
+        inside = (row < num_rows)[None, :] & (columns < SPEC.dim)[:, None]
+        return tl.load(q + place[None, :] + columns[:, None], mask=inside, other=0.0)
 
 
 @triton.jit
-def _fit_float16(q):
+def _fit_float16(q, SPEC: tl.constexpr):
     """q times a power of two for each row, so that its largest entry is near 1, and its inverse."""
-    top = tl.max(tl.abs(q.to(tl.float32)), 0)
+    axis: tl.constexpr = 1 if SPEC.groups == 0 else 0
+    top = tl.max(tl.abs(q.to(tl.float32)), axis)
     exponent = tl.where(top > 0.0, tl.floor(tl.log2(tl.maximum(top, 1e-30))), 0.0)
     shrink = tl.exp2(-exponent)
-    return (q.to(tl.float32) * shrink[None, :]).to(tl.float16), tl.exp2(exponent)
+    return (q.to(tl.float32) * tl.expand_dims(shrink, axis)).to(tl.float16), tl.exp2(exponent)
 
 
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
@@ -169,6 +188,11 @@ def _fit_float16(q):
 _NUMBERS = (
     "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
     "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
+).split()
+
+
+_MERGE_NUMBERS = (
+    "num_sequences seqlen_q seqlen_k tokens_q num_heads splits left num_sms num_pieces"
 ).split()
 
 
@@ -184,8 +208,7 @@ def attn_decode_portable(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one head of K and row block against a piece of a sequence."""
-    if SPEC.overlaps:
-        gdc_launch_dependents()
+    if SPEC.overlaps == 1 or SPEC.overlaps == 2:
         gdc_wait()
     unit = tl.program_id(0)
     kv_head, row_start = unit // SPEC.row_blocks, (unit % SPEC.row_blocks) * SPEC.rows
@@ -226,7 +249,7 @@ def attn_decode_portable(
         v_factor = tl.load(v_scale + kv_head)
     row_factor = factor
     if SPEC.is_float8:
-        queries, unshrink = _fit_float16(queries)
+        queries, unshrink = _fit_float16(queries, SPEC)
         row_factor = factor * unshrink
     slope = 0.0
     if SPEC.alibi_dim > 0:
@@ -241,23 +264,71 @@ def attn_decode_portable(
     values = Keys(v + kv_head * (stride_vh * SPEC.vector), stride_vb, stride_vs)
     stats = attend(queries, keys, values, table, batch, start, stop, edges,
                    Terms(row_factor, softcap, slope), SPEC)  # fmt: skip
+    if SPEC.overlaps >= 2:
+        gdc_launch_dependents()
     if SPEC.groups > 0:
         stats = merge_groups(stats)
     if not SPEC.merges or count == 1:
         finish(stats, out, lse, sinks, batch, q_start, kv_head, row, num_rows, num_heads,
                 seqlen_q, tokens_q, v_factor, SPEC)  # fmt: skip
+    base = tl.cast(unit, tl.int64) * tl.num_programs(1) + piece.first_program
     if SPEC.merges:  # noqa: SIM102 (one is decided by the compiler, one at run time)
         if count > 1:
-            base = tl.cast(unit, tl.int64) * tl.num_programs(1) + piece.first_program
             put_aside(stats, partial_out, partial_stats, base + piece.index, SPEC)
+    if SPEC.merges and SPEC.merged_rows == 0:  # noqa: SIM102
+        if count > 1:
             tl.debug_barrier()  # all threads' stores come before the one thread's count
             counter = counters + batch * tl.num_programs(0) + unit
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                acc, maximum, denominator = merged(partial_out, partial_stats, base, count, SPEC)
+                KEPT: tl.constexpr = SPEC.kept
+                acc, maximum, denominator = merged(partial_out, partial_stats, base, count, 0, KEPT,
+                                                   SPEC)  # fmt: skip
                 finish_merged(acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head,
-                               row_start, num_rows, num_heads, seqlen_q, tokens_q, v_factor,
-                               SPEC)  # fmt: skip
+                              row_start, num_rows, num_heads, seqlen_q, tokens_q, v_factor, KEPT,
+                              SPEC)  # fmt: skip
                 tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=_MERGE_NUMBERS)
+def attn_decode_merge_portable(
+    out, lse, cu_seqlens_q, seqused_k, leftpad_k, sinks, v_scale, partial_out, partial_stats,
+    num_sequences, seqlen_q, seqlen_k, tokens_q: tl.int64, num_heads, splits, left, num_sms,
+    num_pieces, SPEC: tl.constexpr,
+):  # fmt: skip
+    """One program: some rows of one head of K and row block of a sequence, merged."""
+    if SPEC.overlaps > 0:
+        gdc_wait()
+    ROWS: tl.constexpr = SPEC.merged_rows
+    BLOCKS: tl.constexpr = SPEC.kept // SPEC.merged_rows
+    unit, first_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS
+    kv_head, row_start = unit // SPEC.row_blocks, (unit % SPEC.row_blocks) * SPEC.rows
+    batch = tl.program_id(1).to(tl.int64)
+    q_start = 0
+    num_queries = seqlen_q
+    if SPEC.packed_q:
+        q_start, num_queries = masks.query_span(cu_seqlens_q, batch, seqlen_q)
+    num_rows = num_queries * SPEC.group
+    if SPEC.batch_padded == 1:
+        _, length, first_key = masks.key_span(None, seqused_k, leftpad_k, batch, seqlen_k)
+        _, tiles = _tiles(length, num_queries, first_key, left, SPEC)
+        count, first = _pieces(tiles, splits, SPEC), batch * splits
+    else:
+        counts, ends = _shares(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left,
+                               splits, num_sms, tl.num_programs(0) // BLOCKS, SPEC)  # fmt: skip
+        own = tl.arange(0, SPEC.batch_padded) == batch
+        count = tl.sum(tl.where(own, counts, 0), 0)
+        first = (tl.sum(tl.where(own, ends, 0), 0) - count).to(tl.int64)
+    if count == 1 or row_start + first_row >= num_rows:
+        return
+    v_factor = 1.0
+    if v_scale is not None:
+        v_factor = tl.load(v_scale + kv_head)
+    place = tl.cast(unit, tl.int64) * num_pieces + first
+    acc, maximum, denominator = merged(partial_out, partial_stats, place, count, first_row, ROWS,
+                                       SPEC)  # fmt: skip
+    finish_merged(acc, maximum, denominator, out, lse, sinks, batch, q_start, kv_head,
+                  row_start + first_row, num_rows, num_heads, seqlen_q, tokens_q, v_factor, ROWS,
+                  SPEC)  # fmt: skip
 
 
 def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -332,9 +403,19 @@ class _Plan:
         # See `forward._resolve`: rows that are only 2-byte aligned.
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
+        limit = {"maxnreg": config.max_registers} if config.max_registers else {}
         self.run = Launch(attn_decode_portable, (units, programs), index,
-                          num_warps=config.num_warps, num_stages=stages,
-                          **({"launch_pdl": True} if spec.overlaps else {}))  # fmt: skip
+                          num_warps=config.num_warps, num_stages=stages, **limit,
+                          **_overlapping(spec.overlaps in (1, 2)))  # fmt: skip
+        self.merge = None
+        if spec.merged_rows:
+            blocks = (units * spec.kept // spec.merged_rows, problem.batch)
+            self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4,
+                                **_overlapping(spec.overlaps > 0))  # fmt: skip
+            numbers = dict(zip(_NUMBERS, self.numbers, strict=False))
+            self.merge_numbers = (
+                *(numbers[name] for name in _MERGE_NUMBERS[:7]), num_sms, programs, spec
+            )  # fmt: skip
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         q = tensors.q
@@ -345,7 +426,15 @@ class _Plan:
             partials = decode_workspace.take(q.device, *self.room)
         self.run(q, tensors.k, tensors.v, out, lse, tensors.block_table,
                  *_optional_tensors(tensors), *partials, *self.numbers)  # fmt: skip
+        if self.merge is not None:
+            t = tensors
+            self.merge(out, lse, t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.sinks, t.v_scale,
+                       *partials[:2], *self.merge_numbers)  # fmt: skip
         return out, lse
+
+
+def _overlapping(does: bool) -> dict:
+    return {"launch_pdl": True} if does else {}
 
 
 class Repeated:
@@ -374,7 +463,8 @@ class Repeated:
     @property
     def is_ready(self) -> bool:
         """Whether it may be called now."""
-        return self._plan.run.takes_addresses
+        merge = self._plan.merge
+        return self._plan.run.takes_addresses and (merge is None or merge.is_resolved)
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         plan = self._plan
@@ -387,7 +477,13 @@ class Repeated:
         if self._wants_lse:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=plan.device)
             spare = lse.data_ptr()
-        plan.run.at(*places[:3], out.data_ptr(), spare, *places[3:], *partials, *plan.numbers)
+        at = out.data_ptr()
+        plan.run.at(*places[:3], at, spare, *places[3:], *partials, *plan.numbers)
+        if plan.merge is not None:
+            _, packed, used, pad, _, sinks, _, v_scale = places[3:]
+            plan.merge.at(
+                at, spare, packed, used, pad, sinks, v_scale, *partials[:2], *plan.merge_numbers
+            )
         del room
         return out, lse
 

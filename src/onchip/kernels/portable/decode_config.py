@@ -39,6 +39,7 @@ class DecodeConfig:
         splits: pieces that a sequence of the largest length is cut into.
         balanced: whether unequal lengths are cut evenly on the device.
         min_tiles: fewest tiles in a piece.
+        max_registers: limit on registers of a thread, 0 for none (NVIDIA only).
     """
 
     rows: int
@@ -50,6 +51,7 @@ class DecodeConfig:
     splits: int
     balanced: bool
     min_tiles: int = MIN_TILES
+    max_registers: int = 0
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""
@@ -73,9 +75,13 @@ def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
     else:
         # With less work than that, balancing costs more at the start than it gains.
         balanced = problem.batch > 1 and units >= 2 * num_sms
-        splits, min_tiles = _splits(units, num_tiles, num_sms), MIN_TILES
+        # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
+        # memory pipes busy only with two programs on it.
+        small_pages = 0 < problem.page_size < tile.block_n // 4
+        at_once = num_sms * (2 if small_pages or tile.groups == 0 else 1)
+        splits, min_tiles = _splits(units, num_tiles, at_once), MIN_TILES
     stages = tile.num_stages
-    if num_tiles <= 8 * splits:
+    if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
@@ -100,9 +106,16 @@ def _tile(problem: Problem) -> _Tile:
     rows = 1 << max(0, all_rows - 1).bit_length()
     nvidia = problem.arch.startswith("sm_") or not problem.arch
     if rows <= (16 if width <= 128 else 8) and nvidia:
-        # Tokens are the matrix product's M, rows its N: 8 rows waste nothing.
+        # Tokens are the matrix product's M, rows its N: 8 rows waste nothing. Float8 keys take
+        # half the room, and longer tiles hide more of each step's latency.
+        if problem.kv_dtype.itemsize == 1 and width <= 128:
+            return _Tile(max(8, rows), 1, 4, 128, 4, _stages(problem, 128, width, 3))
         stages = _stages(problem, 64, width, 4)
         return _Tile(max(8, rows), 1, 4, 64, 4, stages)
+    if problem.arch == "sm_90" and width <= 128 and problem.dtype != torch.float32:
+        # wgmma has 64 rows at least. H200, 2026-11-29, 8 sequences of 16k, 16 queries: 142 us,
+        # against 183 with 64 keys a tile, which leave room for one program on an SM.
+        return _Tile(64, -(-all_rows // 64), 0, 32, 4, _stages(problem, 32, width, 4))
     rows = min(max(16, rows), MAX_ROWS)
     block_n = 64 if width <= 128 and nvidia else 32
     stages = _stages(problem, block_n, width, 3) if nvidia else 1
@@ -127,8 +140,9 @@ def _stages(problem: Problem, block_n: int, width: int, most: int) -> int:
 def _splits(units: int, num_tiles: int, num_sms: int) -> int:
     """Pieces for equal lengths, from a model of the time in tiles.
 
-    Memory is shared by all (programs * work / SMs); one SM can't use much more than its share
-    (5 %); starting a program costs about two tiles, merging about 1.5.
+    `num_sms` counts the programs that should run at a time: one for each SM, or more. Memory is
+    shared by all (programs * work / SMs); one SM can't use much more than its share (5 %);
+    starting a program costs about two tiles, merging about 1.5.
     """
     best, choice = float("inf"), 1
     most = min(num_tiles // MIN_TILES, 4 * num_sms // units + 1, MAX_SPLITS)

@@ -53,6 +53,7 @@ class DecodeSpec:
         batch_padded: power of two >= B where unequal lengths are cut evenly, else 1.
         min_tiles: fewest tiles in a piece.
         merges: whether a sequence can be cut at all.
+        merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
         overlaps: whether the launch may begin before the one ahead of it has ended.
     """
@@ -82,8 +83,12 @@ class DecodeSpec:
     batch_padded: int
     min_tiles: int
     merges: bool
+    merged_rows: int
     by_word: bool
-    overlaps: bool
+    overlaps: int
+
+
+OVERLAPS = 0
 
 
 def can_overlap(arch: str) -> bool:
@@ -91,8 +96,21 @@ def can_overlap(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
+#: Entries of a piece's output that the last program merges at once; more take a launch.
+_MERGED_AT_ONCE = 1024
+#: Entries of a program of that launch.
+_MERGED_APART = 512
+
+
+def _merged_rows(kept: int, width_v: int) -> int:
+    if kept * width_v <= _MERGED_AT_ONCE:
+        return 0
+    return max(1, min(kept, _MERGED_APART // width_v))
+
+
 def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> DecodeSpec:
     several = problem.seqlen_q > 1
+    cut = config.splits > 1 or config.balanced
     table = tensors.block_table
     in_one_piece = table is None or table.shape[1] == 1
     kept = 1 << max(0, problem.seqlen_q * problem.group - 1).bit_length()
@@ -121,9 +139,10 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         precision=precision_of(problem),
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
-        merges=config.splits > 1 or config.balanced,
+        merges=cut,
+        merged_rows=_merged_rows(min(kept, config.rows), padded(problem.head_dim_v)) if cut else 0,
         by_word=problem.arch.startswith("sm_"),
-        overlaps=can_overlap(problem.arch),
+        overlaps=OVERLAPS if can_overlap(problem.arch) else 0,
     )
 
 

@@ -1,8 +1,7 @@
 """Device functions of the decode's walk over the keys; see `decode` for the method and legend.
 
-A tile's tokens are (W, R) in the narrow walk and (BN,) in the joint one. Scores are
-(W, R, ROWS) and (BN, ROWS), outputs (W, D_v, ROWS) and (D_v, ROWS): tokens, and then the
-dimension, come before the rows, as dimension 1 or 0.
+A tile's tokens are (W, R) in the narrow walk and (BN,) in the wide one. Scores are (W, R, ROWS)
+and (ROWS, BN), so tokens are dimension 1 of both, outputs (W, D_v, ROWS) and (ROWS, D_v).
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def row_edges(query, length, num_queries, first_key, left, right, SPEC: tl.const
 def _along_rows(x, SPEC: tl.constexpr):
     """A vector of the rows, as it broadcasts against scores."""
     if SPEC.groups == 0:
-        return x[None, :]
+        return x[:, None]
     else:
         return x[None, None, :]
 
@@ -83,7 +82,7 @@ def _along_rows(x, SPEC: tl.constexpr):
 def _along_tokens(x, SPEC: tl.constexpr):
     """A value for each token, as it broadcasts against scores."""
     if SPEC.groups == 0:
-        return x[:, None]
+        return x[None, :]
     else:
         return x[:, :, None]
 
@@ -98,11 +97,7 @@ def _tokens(SPEC: tl.constexpr):
     else:
         R: tl.constexpr = BN // SPEC.groups
         group = tl.arange(0, SPEC.groups)[:, None]
-        token = group * R + tl.arange(0, R)[None, :]
-        if SPEC.groups == 4:
-            return token, group
-        else:
-            return token, token // (BN // 4)
+        return group * R + tl.arange(0, R)[None, :], group
 
 
 @triton.jit
@@ -111,21 +106,6 @@ def _word(pointers):
     return tl.inline_asm_elementwise(
         "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def _fetch_table(table, start, stop, length, SPEC: tl.constexpr):
-    """Asks for the page ids of tiles [start, stop) at once, 128 lines of 128 bytes at most.
-
-    With small pages every tile has lines of its own: the first tiles would wait for memory twice.
-    """
-    lane = tl.arange(0, 128)
-    token = tl.minimum(start * SPEC.block_n + lane * (32 * SPEC.page_size), length - 1)
-    token = tl.minimum(token, stop * SPEC.block_n - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [table + token // SPEC.page_size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -273,13 +253,18 @@ def _visible(token, seen, edges: Edges, SPEC: tl.constexpr):
 
 @triton.jit
 def _products(queries, k, SPEC: tl.constexpr):
-    return tl.dot(k, queries, input_precision=SPEC.precision)
+    if SPEC.groups == 0:
+        return tl.dot(queries, tl.trans(k), input_precision=SPEC.precision)
+    else:
+        return tl.dot(k, queries, input_precision=SPEC.precision)
 
 
 @triton.jit
 def _add_values(acc, weights, v, SPEC: tl.constexpr):
-    """`v` has its dimension before the tokens."""
-    return tl.dot(v, weights.to(v.dtype), acc, input_precision=SPEC.precision)
+    if SPEC.groups == 0:
+        return tl.dot(weights.to(v.dtype), v, acc, input_precision=SPEC.precision)
+    else:
+        return tl.dot(v, weights.to(v.dtype), acc, input_precision=SPEC.precision)
 
 
 @triton.jit
@@ -301,19 +286,17 @@ def _nothing(SPEC: tl.constexpr):
     ROWS: tl.constexpr = SPEC.rows
     WIDTH_V: tl.constexpr = SPEC.width_v
     W: tl.constexpr = SPEC.groups
-    BN: tl.constexpr = SPEC.block_n
     if W == 0:
-        # The sum over tokens, which all warps have some of, waits for the walk's end.
         return Stats(
-            tl.zeros([WIDTH_V, ROWS], tl.float32),
+            tl.zeros([ROWS, WIDTH_V], tl.float32),
             tl.full([ROWS], LOWEST, tl.float32),
-            tl.zeros([BN, ROWS], tl.float32),
+            tl.zeros([ROWS], tl.float32),
         )
     else:
         return Stats(
             tl.zeros([W, WIDTH_V, ROWS], tl.float32),
             tl.full([W, ROWS], LOWEST, tl.float32),
-            tl.zeros([W, BN, ROWS] if W == 1 else [W, ROWS], tl.float32),
+            tl.zeros([W, ROWS], tl.float32),
         )
 
 
@@ -324,15 +307,12 @@ def _walk(
 ):  # fmt: skip
     """Statistics of the tiles [start, stop). CAREFUL keeps what is not finite to its rows."""
     NARROW: tl.constexpr = SPEC.groups > 0
-    AXIS: tl.constexpr = 1 if SPEC.groups > 0 else 0
     PAGED: tl.constexpr = SPEC.page_size > 0
     stats = _nothing(SPEC)
     acc, maximum, denominator = stats.acc, stats.maximum, stats.denominator
     page0, page1, page2, page3 = _no_pages(SPEC)
     if PAGED:
         if start < stop:
-            if SPEC.by_word and SPEC.page_size < SPEC.block_n // 4:
-                _fetch_table(table, start, stop, edges.stop, SPEC)
             page0, page1, page2, page3 = _pages(table, start, edges.stop, SPEC)
     elif table is None:
         page0 = batch
@@ -354,23 +334,20 @@ def _walk(
         places = _offsets(values, pages, tile, batch, SPEC)
         if SPEC.by_word and SPEC.is_float8 and SPEC.vector > 1:
             v = _load_widened(values, places, seen, SPEC)
-            v = tl.trans(v, (0, 2, 1)) if NARROW else tl.trans(v)
+            if NARROW:
+                v = tl.trans(v, (0, 2, 1))
         else:
             v = _load(values, places, seen, NARROW, SPEC.dim_v, SPEC.width_v)
-            v = v if NARROW else tl.trans(v)
         if SPEC.is_float8:
             k, v = k.to(tl.float16), v.to(tl.float16)
         scores = _scores(_products(queries, k, SPEC), token, edges, terms, SPEC)
         visible = _visible(token, seen, edges, SPEC)
         scores = tl.where(visible, scores, float("-inf"))
-        now = tl.maximum(maximum, tl.max(scores, AXIS))
+        now = tl.maximum(maximum, tl.max(scores, 1))
         rescale = tl.exp2(maximum - now)
-        weights = tl.exp2(scores - tl.expand_dims(now, AXIS))
-        if SPEC.groups > 1:
-            denominator = denominator * rescale + tl.sum(weights, 1)
-        else:
-            denominator = denominator * tl.expand_dims(rescale, AXIS) + weights
-        acc = acc * tl.expand_dims(rescale, AXIS)
+        weights = tl.exp2(scores - tl.expand_dims(now, 1))
+        denominator = denominator * rescale + tl.sum(weights, 1)
+        acc = acc * tl.expand_dims(rescale, 1)
         if CAREFUL:
             finite = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
             acc = _add_values(acc, weights, finite, SPEC)
@@ -378,17 +355,13 @@ def _walk(
         else:
             acc = _add_values(acc, weights, v, SPEC)
         maximum = now
-    if SPEC.groups <= 1:
-        denominator = tl.sum(denominator, AXIS)
     return Stats(acc, maximum, denominator)
 
 
 @triton.jit
-def _has_leak(stats: Stats, SPEC: tl.constexpr):
+def _has_leak(stats: Stats):
     """Whether an output is not finite though its row's weights are: some value was not."""
-    AXIS: tl.constexpr = 1 if SPEC.groups > 0 else 0
-    spoilt = tl.sum(stats.acc * 0.0, AXIS) != 0.0
-    spoilt = spoilt & (stats.denominator == stats.denominator)
+    spoilt = (tl.sum(stats.acc * 0.0, 1) != 0.0) & (stats.denominator == stats.denominator)
     flat = tl.ravel(spoilt.to(tl.int32))
     return tl.max(flat, 0) > 0
 
@@ -409,7 +382,7 @@ def attend(
     if SPEC.several and (SPEC.has_left or SPEC.has_right):  # noqa: SIM102 (see `decode`)
         # A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. To look for
         # that in every tile would cost time always; one look at the result costs next to none.
-        if _has_leak(stats, SPEC):
+        if _has_leak(stats):
             again = _walk(queries, keys, values, table, batch, start, stop, edges, terms, SPEC,
                           True)  # fmt: skip
             acc, maximum, denominator = again.acc, again.maximum, again.denominator
