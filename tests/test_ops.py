@@ -74,6 +74,18 @@ def test_opcheck_store():
     torch.library.opcheck(cache_ops.store_op, (k, v, *caches, slots, None, None))
 
 
+@pytest.mark.parametrize("rotates", [False, True])
+def test_opcheck_append(rotates):
+    q, k, v = (torch.randn(2, 1, heads, 8) for heads in (4, 2, 2))
+    caches = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    lengths = torch.tensor([1, 4], dtype=torch.int32)
+    table = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
+    rotary = [torch.randn(9, 4) if rotates else None for _ in range(2)]
+    where = (lengths, table, None, *rotary)
+    torch.library.opcheck(cache_ops.append_op, (q, k, v, *caches, *where, None, None, True, True))
+
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_gradcheck_through_output_and_lse(name):
     q, k, v = (x.requires_grad_() for x in problems.qkv(dtype=torch.float64))

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from onchip import cache_ops, dispatch
 from onchip.kernels import cpu_cache
 from onchip.kernels.portable import cache
+from onchip.problem import NewTokens
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu covers it where there is a GPU"
@@ -55,3 +56,57 @@ def test_the_record_stores_on_a_gpu():
     problem = replace(cache_ops.store_problem(k, v, k_cache, False), device="cuda", arch="sm_90")
     record = dispatch.choose(problem)
     assert record.name == "portable" and record.module.endswith("portable.cache")
+
+
+APPENDS = {
+    "pages": {},
+    "heads_6_of_3": {"sizes": (6, 3, 16, 8), "pairs": 4},
+    "odd_dims": {"sizes": (4, 4, 5, 5), "pairs": 2, "page": 16},
+    "no_rotary": {"sizes": (2, 1, 8, 8), "pairs": 0},
+    "given_slots": {"slots": True},
+    "several": {"num_new": 3, "num_queries": 2},
+    "scaled": {"scaled": True, "num_new": 2},
+}
+
+
+def _append_case(
+    sizes=(4, 2, 16, 16), pairs=8, page=4, slots=False, num_new=1, num_queries=1, scaled=False
+):
+    """New tokens for three sequences, the last of which runs past its table."""
+    heads, kv_heads, dim, dim_v = sizes
+    g = torch.Generator().manual_seed(0)
+    columns = 3 if page == 4 else 1
+    table = torch.randperm(10, generator=g)[: 3 * columns].int().view(3, columns)
+    new = NewTokens(
+        torch.randn(3, num_queries, heads, dim, generator=g),
+        torch.randn(3, num_new, kv_heads, dim, generator=g),
+        torch.randn(3, num_new, kv_heads, dim_v, generator=g),
+        torch.randn(10, page, kv_heads, dim, generator=g),
+        torch.randn(10, page, kv_heads, dim_v, generator=g),
+        torch.tensor([0, 5, 11], dtype=torch.int32),
+        table,
+    )
+    if slots:
+        new.slot_mapping = torch.randperm(10 * page, generator=g)[: 3 * num_new]
+        new.slot_mapping[1] = -1
+    if pairs:
+        new.rotary_cos, new.rotary_sin = (torch.randn(40, pairs, generator=g) for _ in range(2))
+    if scaled:
+        new.k_scale, new.v_scale = (torch.rand(kv_heads, generator=g) + 0.5 for _ in range(2))
+    return new
+
+
+@interpreted
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("name", APPENDS)
+def test_appends_what_the_cpu_appends(name, in_order, interleaved):
+    results = []
+    for kernel in (cpu_cache, cache):
+        new = _append_case(**APPENDS[name])
+        new.interleaved, new.in_order = interleaved, in_order
+        problem = cache_ops.plan_append(new).problem
+        results.append((*kernel.append(problem, new), new.k_cache, new.v_cache))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert results[0][1].tolist() == [n + len(new.k[0]) for n in (0, 5, 11)]

@@ -1,0 +1,146 @@
+"""What counts as a repeated call over a cache, and what does not; on a CPU, without launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onchip
+from onchip import repeats
+from onchip.problem import NewTokens, Tensors
+
+NUMBERS = (False, False, None, None, False, True, None, 0.0, (-1, -1))
+
+
+class Launched:
+    """Stands for a kernel's launch."""
+
+    is_ready = True
+
+    def __call__(self, q, places):
+        return q, tuple(places)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def given(**changes):
+    own = {
+        "q": torch.zeros(2, 1, 4, 8),
+        "k_cache": torch.zeros(9, 4, 2, 8),
+        "v_cache": torch.zeros(9, 4, 2, 8),
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+        **changes,
+    }
+    return (*own.values(), *[None] * (16 - len(own)))
+
+
+@pytest.fixture
+def kept():
+    repeats._kept.clear()
+    call = repeats.asked(given(), NUMBERS)
+    assert call is not None
+    found = repeats.Repeat(repeats._guards(call.tensors), Launched(), (0, 3, -1))
+    repeats._kept[call.key] = [found]
+    yield found
+    repeats._kept.clear()
+
+
+def find(tensors, numbers=NUMBERS):
+    return repeats.find(repeats.asked(tensors, numbers))
+
+
+def test_calls_alike_are_found_and_read_their_own_addresses(kept):
+    tensors = given()
+    assert find(tensors) is kept
+    _, places = kept(tensors[0], repeats.asked(tensors, NUMBERS).places)
+    assert places == (tensors[0].data_ptr(), tensors[3].data_ptr(), None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q": torch.zeros(2, 1, 4, 8).half()},
+        {"q": torch.zeros(2, 2, 4, 8)[:, :1]},
+        {"q": torch.zeros(2, 1, 4, 8, requires_grad=True)},
+        {"q": torch._neg_view(torch.zeros(2, 1, 4, 8))},
+        {"q": torch.nn.Parameter(torch.zeros(2, 1, 4, 8), requires_grad=False)},
+        {"q": torch.zeros(65)[1:].view(2, 1, 4, 8)},  # starts at another alignment
+        {"k_cache": torch.zeros(10, 4, 2, 8)},
+        {"v_cache": torch.zeros(9, 4, 2, 9)[..., :8]},
+        {"v_cache": torch.zeros(9, 4, 2, 8, device="meta")},
+        {"cache_seqlens": torch.tensor([3, 4])},
+        {"cache_seqlens": torch.tensor([3], dtype=torch.int32)},
+        {"block_table": torch.zeros(2, 4, dtype=torch.int32)},
+        {"block_table": None},
+        {"block_table": [[0, 1, 2]] * 2},
+        {"q": None},
+    ],
+    ids=str,
+)
+def test_other_tensors_are_not(kept, changes):
+    assert find(given(**changes)) is None
+
+
+def test_other_numbers_are_not(kept):
+    for place, value in ((0, True), (1, 0), (3, "cpu"), (5, 1), (6, 0.5), (7, 0), (8, (-1, 0))):
+        assert find(given(), (*NUMBERS[:place], value, *NUMBERS[place + 1 :])) is None
+    assert find(given(), (*NUMBERS[:-1], (-1, -1.0))) is None
+    assert find(given(), (*NUMBERS[:-1], [-1, -1])) is None
+    assert find(given(), (*NUMBERS[:-1], None)) is None
+
+
+def test_whoever_listens_is_heard(kept, monkeypatch):
+    with Passing():
+        assert find(given()) is None
+    with torch.inference_mode():
+        assert find(given()) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert find(given()) is None
+    with torch.autograd.profiler.profile():
+        assert find(given()) is None
+    monkeypatch.setenv("ONCHIP_CHECK", "1")
+    assert find(given()) is None
+    monkeypatch.delenv("ONCHIP_CHECK")
+    assert find(given()) is kept
+    monkeypatch.setattr(Launched, "is_ready", False)
+    assert find(given()) is None
+
+
+def test_sources_are_the_callers_own_tensors():
+    tensors = given()
+    q, k, v, lengths, table = tensors[:5]
+    read = repeats._read(Tensors(q, k, v, block_table=table, seqused_k=lengths))
+    absent = -1
+    own = (0, 1, 2, 4, absent, 3, *[absent] * 5)
+    assert repeats._sources(read, tensors, table, None) == own
+    copied = repeats._read(Tensors(q.clone(), k, v, block_table=table, seqused_k=lengths))
+    assert repeats._sources(copied, tensors, table, None) is None
+    dense = (q, k, v, lengths, *[None] * 6, lengths, *[None] * 5)  # cache_batch_idx
+    table = lengths[:, None]
+    read = repeats._read(Tensors(q, k, v, block_table=table, seqused_k=lengths))
+    assert repeats._sources(read, dense, table, lengths)[3] == 3
+    table = torch.arange(2, dtype=torch.int32)[:, None]  # our own: comes after the caller's
+    read = repeats._read(Tensors(q, k, v, block_table=table, seqused_k=lengths))
+    assert repeats._sources(read, tensors[:4] + (None,) * 12, table, None)[3] == 4
+
+
+def test_calls_on_a_cpu_are_not_kept():
+    tensors = given()
+    repeats._kept.clear()
+    for _ in range(2):
+        onchip.attention_with_kvcache(
+            *tensors[:3], cache_seqlens=tensors[3], block_table=tensors[4], causal=True
+        )
+    assert not repeats._kept
+
+
+def test_the_fields_of_new_tokens_come_in_the_kernels_order():
+    names = [name for name in NewTokens.__slots__ if name not in ("interleaved", "in_order")]
+    q = torch.zeros(1)
+    new = NewTokens(*[q + i for i in range(len(names))])
+    assert [int(x) for x in new.tensors] == list(range(len(names)))
