@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip import reference, values
+from onchip import attention, reference, values
 from onchip.nn import Attention, StepContext
 from onchip.paging import PagedKVCache
 
@@ -619,3 +619,35 @@ def test_pages_are_checked_once_a_step_and_again_after_a_change(monkeypatch):
         layers[0](row, row, row, ctx)
     with pytest.raises(ValueError, match="block_table: got page 2"):  # a failed check is none
         layers[0](row, row, row, ctx)
+
+
+def test_float8_pages_are_stored_scaled_and_read_back():
+    torch.manual_seed(0)
+    cache = PagedKVCache(1, 8, 4, H_KV, D, torch.float8_e4m3fn)
+    assert cache.k_scale is not None and cache.v_scale is not None
+    cache.k_scale.uniform_(0.01, 0.1)
+    cache.v_scale.uniform_(0.01, 0.1)
+    layer = Attention(H, D, num_kv_heads=H_KV)
+    scales = (cache.k_scale[0], cache.v_scale[0])
+    layer.bind(cache.k[0], cache.v[0], *scales)
+    seq_id, history = cache.add_sequence(), ([], [])
+    for count in (7, 3, 1, 1):  # a prompt, a chunk of one over pages, two steps of decode
+        span = cache.append(seq_id, count)
+        q, k, v = (torch.randn(count, n, D) for n in (H, H_KV, H_KV))
+        for kept, x, scale in zip(history, (k, v), scales, strict=True):
+            stored = (x / scale[:, None]).to(torch.float8_e4m3fn)
+            kept.append(stored.float() * scale[:, None])
+        slots = cache.slot_mapping([seq_id], [span.start], [span.stop])
+        if count > 1:
+            offsets = [torch.tensor([0, n], dtype=torch.int32) for n in (count, span.stop)]
+            table = cache.block_table([seq_id])
+            ctx = StepContext(True, *offsets, count, span.stop, slots, block_table=table)
+        else:
+            lens = torch.tensor([span.stop], dtype=torch.int32)
+            table = cache.block_table([seq_id])
+            ctx = StepContext(False, slot_mapping=slots, context_lens=lens, block_table=table)
+        out = layer(q, k, v, ctx)
+        want = attention(q[None], *(torch.cat(x)[None] for x in history), causal=True)
+        torch.testing.assert_close(out, want[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="k_scale"):
+        layer.bind(cache.k[0], cache.v[0], torch.ones(H_KV + 1))

@@ -85,7 +85,6 @@ def test_opcheck_append(rotates):
     torch.library.opcheck(cache_ops.append_op, (q, k, v, *caches, *where, None, None, True, True))
 
 
-
 @pytest.mark.parametrize("name", FEATURES)
 def test_gradcheck_through_output_and_lse(name):
     q, k, v = (x.requires_grad_() for x in problems.qkv(dtype=torch.float64))

@@ -131,6 +131,8 @@ class Attention(nn.Module):
     Attributes:
         k_cache: (P, N, H_kv, D) or None; see `bind`.
         v_cache: (P, N, H_kv, D_v) or None.
+        k_scale: (H_kv,) float32 or None.
+        v_scale: (H_kv,) float32 or None.
 
     Raises:
         ValueError, TypeError: for an argument out of its range, naming it.
@@ -138,6 +140,8 @@ class Attention(nn.Module):
 
     k_cache: Tensor | None
     v_cache: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else float(scale)
         self.window = (window[0], window[1])
         self.softcap = float(softcap)
-        self.k_cache = self.v_cache = None
+        self.k_cache = self.v_cache = self.k_scale = self.v_scale = None
 
     def extra_repr(self) -> str:
         """The arguments, for print(model)."""
@@ -176,7 +180,13 @@ class Attention(nn.Module):
             f"window={self.window}, softcap={self.softcap:g}"
         )
 
-    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
+    def bind(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
         """Attaches this layer's pages, e.g. `cache.k[l], cache.v[l]`.
 
         They are no buffers: `state_dict`, `.to()` and `.half()` leave them alone.
@@ -184,26 +194,34 @@ class Attention(nn.Module):
         Args:
             k_cache: (P, N, H_kv, D).
             v_cache: (P, N, H_kv, D_v), same dtype and device.
+            k_scale: (H_kv,) float32, pages hold k / k_scale; e.g. `cache.k_scale[l]` of a
+                float8_e4m3fn cache.
+            v_scale: as k_scale.
 
         Raises:
             ValueError, TypeError: if they do not fit the layer or each other.
 
-        Mutates: the layer's `k_cache` and `v_cache` attributes.
+        Mutates: the layer's `k_cache`, `v_cache`, `k_scale` and `v_scale` attributes.
         """
         wanted = {"k_cache": (k_cache, self.head_dim), "v_cache": (v_cache, self.head_dim_v)}
         for name, (x, dim) in wanted.items():
             validate.tensor(name, x)
             validate.rank(name, x, 4, "(P, N, H_kv, D)")
             _require_shape(name, x, (-1, -1, self.num_kv_heads, dim), "(P, N, H_kv, D)")
-            if x.dtype not in validate.FLOATS:
-                fix = "Make the cache in the model's dtype."
+            if x.dtype not in validate.CACHE_FLOATS:
+                fix = "Make the cache in the model's dtype, or in float8_e4m3fn."
                 validate.reject(name, f"dtype {x.dtype}", "a float dtype", fix, TypeError)
         if (v_cache.dtype, v_cache.device) != (k_cache.dtype, k_cache.device):
             got = f"{v_cache.dtype} on {v_cache.device}"
             allowed = f"k_cache's {k_cache.dtype} on {k_cache.device}"
             validate.reject("v_cache", got, allowed, "Make both alike.", TypeError)
         _require_shape("v_cache", v_cache, (*k_cache.shape[:2], -1, -1), "k_cache's (P, N)")
+        for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if x is not None:
+                validate.scale_tensor(name, x, k_cache, self.num_kv_heads)
+                _require_shape(name, x, (self.num_kv_heads,), "(H_kv,)")
         self.k_cache, self.v_cache = k_cache, v_cache
+        self.k_scale, self.v_scale = k_scale, v_scale
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: StepContext, sinks: Tensor | None = None
@@ -248,14 +266,17 @@ class Attention(nn.Module):
             assert ctx.slot_mapping is not None
             # A cache outlives the step: it must not hold the step's graph.
             k, v = k.detach(), v.detach()
-            store_kvcache(k, v, self.k_cache, self.v_cache, ctx.slot_mapping)
+            caches, scales = (self.k_cache, self.v_cache), (self.k_scale, self.v_scale)
+            store_kvcache(k, v, *caches, ctx.slot_mapping, *scales)
         out, _ = ops.attention(*call)
         return self._rows(out, q)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, ctx: StepContext, sinks) -> Call:
+        k_scale = v_scale = None
         if ctx.block_table is not None:
             assert self.k_cache is not None and self.v_cache is not None
             k, v = self.k_cache, self.v_cache
+            k_scale, v_scale = self.k_scale, self.v_scale
         tensors = Tensors(
             q,
             k,
@@ -264,6 +285,8 @@ class Attention(nn.Module):
             cu_seqlens_k=ctx.cu_seqlens_k,
             block_table=ctx.block_table,
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return prepare.varlen(tensors, ctx.max_seqlen_q, ctx.max_seqlen_k, self._options)
 
@@ -278,6 +301,8 @@ class Attention(nn.Module):
             ctx.context_lens,
             block_table=ctx.block_table,
             sinks=sinks,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
         if torch.compiler.is_compiling():
             return prepare.kvcache(arguments, False, self._options)[0]
@@ -333,7 +358,7 @@ class Attention(nn.Module):
                 validate.reject(f"ctx.{name}", "a tensor", "None without a cache", fix)
 
     def _check_cache(self, k_cache: Tensor, q: Tensor, slots: Tensor | None) -> None:
-        if k_cache.dtype != q.dtype:
+        if k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
             got, allowed = f"dtype {q.dtype}", f"the bound cache's {k_cache.dtype}"
             validate.reject("q", got, allowed, "Make the cache in the model's dtype.", TypeError)
         if slots is None:

@@ -281,7 +281,8 @@ def varlen(
         validate.user_tensors(t.q, mods)
         blocks.check(t.q, batch, max_seqlen_q, max_seqlen_k, mods)
 
-    data = (t.q, t.k, t.v, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table, t.seqused_k)
+    lengths = (t.cu_seqlens_q, t.cu_seqlens_k, t.block_table, t.seqused_k)
+    data = (t.q, t.k, t.v, *lengths, t.k_scale, t.v_scale)
     tensors, numbers = (*data, t.alibi_slopes, t.sinks), (max_seqlen_q, max_seqlen_k, *options)
     if mods is not NO_MODS:
         validate.user_functions(mods)

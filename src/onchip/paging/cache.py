@@ -21,7 +21,7 @@ from onchip.paging import cascade
 from onchip.paging.cascade import Cascade
 from onchip.paging.pool import PagePool
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 _NO_PAGE = array("i", [-1])
 
 
@@ -46,13 +46,16 @@ class PagedKVCache:
         page_size: N, tokens of a page, any number from 1.
         num_kv_heads: H_kv.
         head_dim: D.
-        dtype: float16, bfloat16, float32 or float64.
+        dtype: float16, bfloat16, float32, float64 or float8_e4m3fn.
         device: where the tensors live.
         head_dim_v: D_v; D when None.
 
     Attributes:
         k: (L, P, N, H_kv, D); `k[l]` is what layer l binds.
         v: (L, P, N, H_kv, D_v); one allocation with k where D_v == D.
+        k_scale: (L, H_kv) float32 ones, to be set before the first store: pages hold k / k_scale.
+            None unless dtype is float8_e4m3fn.
+        v_scale: as k_scale.
         pool: the page allocator.
 
     Raises:
@@ -95,6 +98,11 @@ class PagedKVCache:
         else:
             self.k = torch.empty((*rows, head_dim), dtype=dtype, device=device)
             self.v = torch.empty((*rows, head_dim_v), dtype=dtype, device=device)
+        self.k_scale = self.v_scale = None
+        if dtype.itemsize == 1:
+            self.k_scale, self.v_scale = torch.ones(
+                (2, num_layers, num_kv_heads), dtype=torch.float32, device=device
+            )
         self.pool = PagePool(num_pages)
         self._entries: dict[int, _Entry] = {}
         self._next_id = 0
