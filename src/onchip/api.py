@@ -244,7 +244,7 @@ def attention_with_kvcache(
     if not torch.compiler.is_compiling():
         asked = repeats.asked(given, (*run, rotary_interleaved, causal, scale, softcap, window))
         repeat = repeats.find(asked)
-        if repeat is not None:
+        if repeat is not None and asked is not None:
             out, lse = repeat(q, asked.places)
             return (out, lse) if return_lse else out  # type: ignore[return-value]
     options = Options(causal, window, scale, softcap, *run)

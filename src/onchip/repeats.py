@@ -206,8 +206,9 @@ def _guards(tensors: list[Tensor]):
     assert TensorGuards is not None
     return TensorGuards(
         *tensors,
-        dynamic_dims_sizes=[list(x.shape) for x in tensors],
-        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        # A list for each tensor, whatever torch's stubs say.
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[arg-type]
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],  # type: ignore[arg-type]
     )
 
 

@@ -34,7 +34,6 @@ ROWS rows of a program, m / l running maximum and denominator.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -47,6 +46,7 @@ from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
 from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
+from onchip.kernels.portable.decode_repeated import Repeated
 from onchip.kernels.portable.decode_results import finish, finish_merged, merged, put_aside
 from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec
 from onchip.kernels.portable.decode_tiles import (
@@ -357,7 +357,7 @@ def repeat_launch(problem: Problem, tensors: Tensors, wants_lse: bool) -> Repeat
     return Repeated(_plan_of(None, problem, tensors), tensors.q, wants_lse)
 
 
-def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) -> _Plan:
+def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) -> Plan:
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.block_table
     # Beside the problem, what the plan depends on: where rows lie and how they are aligned.
     places = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v))
@@ -371,7 +371,7 @@ def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) ->
     if found is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = _plans[key] = _Plan(config, problem, tensors)
+        found = _plans[key] = Plan(config, problem, tensors)
     return found
 
 
@@ -382,7 +382,7 @@ def _optional_tensors(t: Tensors) -> tuple:
     )  # fmt: skip
 
 
-class _Plan:
+class Plan:
     """What does not change between calls of one shape."""
 
     def __init__(self, config: DecodeConfig | None, problem: Problem, tensors: Tensors):
@@ -437,82 +437,5 @@ def _overlapping(does: bool) -> dict:
     return {"launch_pdl": True} if does else {}
 
 
-class Repeated:
-    """A plan's launch from addresses.
-
-    Args:
-        plan: the plan.
-        q: queries like those of all calls.
-        wants_lse: whether the LSE is returned; else it is written to where nobody looks.
-    """
-
-    def __init__(self, plan: _Plan, q: Tensor, wants_lse: bool):
-        self._plan = plan
-        self._wants_lse = wants_lse
-        self._is_like_q = q.shape == plan.out_shape
-        self._outputs = (plan.out_shape, _contiguous(plan.out_shape))
-        self._lse = (plan.lse_shape, _contiguous(plan.lse_shape))
-        num_rows, width, num_counters = plan.room if plan.spec.merges else (0, 1, 1)
-        num_rows = -(-num_rows // 4) * 4  # all parts begin at multiples of 16 bytes
-        self._num_partials = num_rows * width
-        self._num_floats = num_rows * (width + 2)
-        spare = 0 if wants_lse else math.prod(plan.lse_shape)
-        self._room = (self._num_floats + spare, num_counters)
-        self._rooms: dict[int, tuple] = {}  # of each stream
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it may be called now."""
-        merge = self._plan.merge
-        return self._plan.run.takes_addresses and (merge is None or merge.is_resolved)
-
-    def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
-        plan = self._plan
-        if self._is_like_q:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        else:
-            out = torch.empty_strided(*self._outputs, dtype=plan.dtype, device=plan.device)
-        room, spare, *partials = self._memory()
-        lse = None
-        if self._wants_lse:
-            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=plan.device)
-            spare = lse.data_ptr()
-        at = out.data_ptr()
-        plan.run.at(*places[:3], at, spare, *places[3:], *partials, *plan.numbers)
-        if plan.merge is not None:
-            _, packed, used, pad, _, sinks, _, v_scale = places[3:]
-            plan.merge.at(
-                at, spare, packed, used, pad, sinks, v_scale, *partials[:2], *plan.merge_numbers
-            )
-        del room
-        return out, lse
-
-    def _memory(self) -> tuple:
-        """What to keep until the launch, an address for the LSE, and those of the workspace."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self._addresses(decode_workspace.room(self._plan.device, *self._room))
-        stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
-        found = self._rooms.get(stream)
-        if found is None:
-            found = self._addresses(decode_workspace.room(self._plan.device, *self._room))
-            self._rooms[stream] = found
-        return found
-
-    def _addresses(self, room: decode_workspace.Workspace) -> tuple:
-        start = room.floats.data_ptr()
-        spare = start + 4 * self._num_floats
-        if not self._plan.spec.merges:
-            return room, spare, None, None, None
-        return room, spare, start, start + 4 * self._num_partials, room.counters.data_ptr()
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
-
-
-_plans: dict[tuple, _Plan] = {}
+_plans: dict[tuple, Plan] = {}
 _MAX_PLANS = 1024  # a bound on memory for servers whose shapes never repeat
