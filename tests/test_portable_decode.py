@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 from onchip import dispatch  # noqa: E402
 from onchip.kernels import MAX_DECODE_SPLITS  # noqa: E402
-from onchip.kernels.portable import decode, decode_config  # noqa: E402
+from onchip.kernels.portable import decode, decode_config, decode_spec  # noqa: E402
 from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
 from tests import compile_only  # noqa: E402
 from tests.portable_cases import Call, Case, build, check  # noqa: E402
@@ -87,12 +87,35 @@ def configs(call: Call):
         yield replace(chosen, splits=2, balanced=True, min_tiles=1)
 
 
+def hopper(call: Call):
+    """The wide walk as on sm_90, cut by shapes and on the device."""
+    rows = call.problem.seqlen_q * call.problem.group
+    tile = {"rows": 64, "row_blocks": -(-rows // 64), "groups": 0, "block_n": 32, "num_warps": 4}
+    chosen = replace(choose_decode(call.problem, 4), **tile, min_tiles=1)
+    yield replace(chosen, splits=3, balanced=False)
+    yield replace(chosen, splits=2, balanced=True)
+
+
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     call = build(CASES[name])
     for config in configs(call):
         check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+WIDE = ("pages_of_16", "several_window", "wide", "wide_in_blocks", "terms", "terms_wide", "packed")
+
+
+@interpreted
+@pytest.mark.parametrize("name", [*WIDE, "one_page", "dense_several", "leftpad", "strided"])
+def test_a_launch_of_its_own_merges_the_same(name, monkeypatch):
+    monkeypatch.setattr(decode_spec, "_MERGED_AT_ONCE", 0)
+    monkeypatch.setattr(decode_spec, "_MERGED_APART", 64)
+    call = build(CASES[name])
+    if call.problem.seqused_k:
+        for config in (*configs(call), *hopper(call)):
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
 @interpreted

@@ -187,10 +187,11 @@ def keep(
         append = plan.repeat(plan.problem, new) if plan.repeat else None
     if attend is None or (new is not None and append is None):
         return
+    guards = _guards(asked_for.tensors)
+    if guards is None:
+        return
     is_ours = table is not given[_TABLE] and batch_idx is None
-    repeat = Repeat(
-        _guards(asked_for.tensors), attend, sources, table if is_ours else None, append, own
-    )
+    repeat = Repeat(guards, attend, sources, table if is_ours else None, append, own)
     if len(_kept) >= _MAX_KEPT:
         _kept.clear()
     try:
@@ -201,15 +202,23 @@ def keep(
     del alike[_MAX_ALIKE:]
 
 
-def _guards(tensors: list[Tensor]):
-    """What tells tensors alike: those of the same sizes, strides, dtype and so on."""
+def _guards(tensors: list[Tensor]) -> Any:
+    """What tells tensors alike: those of the same sizes, strides, dtype and so on.
+
+    None where torch's own interface is not the one that is known here.
+    """
     assert TensorGuards is not None
-    return TensorGuards(
-        *tensors,
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    try:
         # A list for each tensor, whatever torch's stubs say.
-        dynamic_dims_sizes=[list(x.shape) for x in tensors],  # type: ignore[arg-type]
-        dynamic_dims_strides=[list(x.stride()) for x in tensors],  # type: ignore[arg-type]
-    )
+        guards = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
+            dynamic_dims_strides=strides,  # type: ignore[arg-type]
+        )
+        return guards if guards.check(*tensors) else None
+    except (RuntimeError, SystemError, TypeError):
+        return None
 
 
 def _present(given: Sequence[Tensor | None]) -> list[Tensor]:

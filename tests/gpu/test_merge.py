@@ -19,7 +19,7 @@ def test_merges_as_a_cpu_does(count, shape, dtype):
     outs, lses = parts(count, shape, dtype, "cuda")
     out, lse = onchip.merge_states(outs, lses)
     want, want_lse = onchip.merge_states([x.cpu() for x in outs], [x.cpu() for x in lses])
-    torch.testing.assert_close(out.cpu(), want, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
+    torch.testing.assert_close(out.cpu(), want, rtol=4 * torch.finfo(dtype).eps, atol=4e-6)
     torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-5, atol=1e-5)
 
 

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.launcher import Launch
 from onchip.problem import NewTokens, Problem
@@ -132,8 +131,6 @@ def kv_append_portable(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: some heads of one new token, of K and V or, after those, of q."""
-    if SPEC.overlaps:  # see `decode`
-        gdc_wait()
     token = tl.program_id(0)
     block = tl.program_id(1)
     sequence, step = (token // num_new).to(tl.int64), token % num_new
@@ -230,7 +227,6 @@ class AppendSpec:
         interleaved: whether pairs are (0, 1), (2, 3), ... and not halves.
         in_order: whether queries stand at the positions of the last new tokens, and not all of
             them at the first one's.
-        overlaps: whether the launch may begin before the one ahead of it has ended.
     """
 
     heads: int
@@ -242,7 +238,6 @@ class AppendSpec:
     rotary_pairs: int
     interleaved: bool
     in_order: bool
-    overlaps: bool
 
     @classmethod
     def of(cls, problem: Problem, new: NewTokens) -> AppendSpec:
@@ -252,7 +247,7 @@ class AppendSpec:
         pairs = 0 if new.rotary_cos is None else new.rotary_cos.shape[1]
         return cls(
             new.q.shape[2], problem.num_kv_heads, heads, problem.head_dim, problem.head_dim_v,
-            width, pairs, new.interleaved, new.in_order, False,
+            width, pairs, new.interleaved, new.in_order,
         )  # fmt: skip
 
     @property
@@ -283,8 +278,7 @@ class Append:
         grid = (k.shape[0] * k.shape[1], spec.blocks)
         index = k.device.index if k.device.type == "cuda" else -1
         # Fused multiplications would round otherwise than torch's rotation does.
-        self.run = Launch(kv_append_portable, grid, index, num_warps=4, enable_fp_fusion=False,
-                          **({"launch_pdl": True} if spec.overlaps else {}))  # fmt: skip
+        self.run = Launch(kv_append_portable, grid, index, num_warps=4, enable_fp_fusion=False)
 
     def outputs(self) -> tuple[Tensor | None, Tensor]:
         """Room for the rotated queries, if there are any, and for the lengths."""

@@ -13,9 +13,6 @@ whose least size is 8. The tokens of a tile are dealt to as many groups as there
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
 once, at the end. The wide walk (more rows) has rows as M and one set of statistics.
 
-Launches that follow each other overlap where the GPU can (programmatic dependent launch): a
-program starts while the kernel before it drains, and waits for its end before it reads anything.
-
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
 at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
 
@@ -40,7 +37,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
@@ -208,8 +204,6 @@ def attn_decode_portable(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: the rows of one head of K and row block against a piece of a sequence."""
-    if SPEC.overlaps == 1 or SPEC.overlaps == 2:
-        gdc_wait()
     unit = tl.program_id(0)
     kv_head, row_start = unit // SPEC.row_blocks, (unit % SPEC.row_blocks) * SPEC.rows
     if SPEC.batch_padded == 1:
@@ -264,8 +258,6 @@ def attn_decode_portable(
     values = Keys(v + kv_head * (stride_vh * SPEC.vector), stride_vb, stride_vs)
     stats = attend(queries, keys, values, table, batch, start, stop, edges,
                    Terms(row_factor, softcap, slope), SPEC)  # fmt: skip
-    if SPEC.overlaps >= 2:
-        gdc_launch_dependents()
     if SPEC.groups > 0:
         stats = merge_groups(stats)
     if not SPEC.merges or count == 1:
@@ -296,8 +288,6 @@ def attn_decode_merge_portable(
     num_pieces, SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: some rows of one head of K and row block of a sequence, merged."""
-    if SPEC.overlaps > 0:
-        gdc_wait()
     ROWS: tl.constexpr = SPEC.merged_rows
     BLOCKS: tl.constexpr = SPEC.kept // SPEC.merged_rows
     unit, first_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS
@@ -403,15 +393,12 @@ class Plan:
         # See `forward._resolve`: rows that are only 2-byte aligned.
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
-        limit = {"maxnreg": config.max_registers} if config.max_registers else {}
         self.run = Launch(attn_decode_portable, (units, programs), index,
-                          num_warps=config.num_warps, num_stages=stages, **limit,
-                          **_overlapping(spec.overlaps in (1, 2)))  # fmt: skip
+                          num_warps=config.num_warps, num_stages=stages)  # fmt: skip
         self.merge = None
         if spec.merged_rows:
             blocks = (units * spec.kept // spec.merged_rows, problem.batch)
-            self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4,
-                                **_overlapping(spec.overlaps > 0))  # fmt: skip
+            self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4)
             numbers = dict(zip(_NUMBERS, self.numbers, strict=False))
             self.merge_numbers = (
                 *(numbers[name] for name in _MERGE_NUMBERS[:7]), num_sms, programs, spec
@@ -431,10 +418,6 @@ class Plan:
             self.merge(out, lse, t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.sinks, t.v_scale,
                        *partials[:2], *self.merge_numbers)  # fmt: skip
         return out, lse
-
-
-def _overlapping(does: bool) -> dict:
-    return {"launch_pdl": True} if does else {}
 
 
 _plans: dict[tuple, Plan] = {}

@@ -39,7 +39,6 @@ class DecodeConfig:
         splits: pieces that a sequence of the largest length is cut into.
         balanced: whether unequal lengths are cut evenly on the device.
         min_tiles: fewest tiles in a piece.
-        max_registers: limit on registers of a thread, 0 for none (NVIDIA only).
     """
 
     rows: int
@@ -51,7 +50,6 @@ class DecodeConfig:
     splits: int
     balanced: bool
     min_tiles: int = MIN_TILES
-    max_registers: int = 0
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""

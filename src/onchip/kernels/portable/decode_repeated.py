@@ -44,7 +44,7 @@ class Repeated:
     def is_ready(self) -> bool:
         """Whether it may be called now."""
         merge = self._plan.merge
-        return self._plan.run.takes_addresses and (merge is None or merge.is_resolved)
+        return self._plan.run.takes_addresses and (merge is None or merge.takes_addresses)
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         plan = self._plan

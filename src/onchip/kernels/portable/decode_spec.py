@@ -55,7 +55,6 @@ class DecodeSpec:
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
-        overlaps: whether the launch may begin before the one ahead of it has ended.
     """
 
     rows: int
@@ -85,15 +84,6 @@ class DecodeSpec:
     merges: bool
     merged_rows: int
     by_word: bool
-    overlaps: int
-
-
-OVERLAPS = 0
-
-
-def can_overlap(arch: str) -> bool:
-    """Whether a GPU has programmatic dependent launch: Hopper and later."""
-    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 #: Entries of a piece's output that the last program merges at once; more take a launch.
@@ -142,7 +132,6 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         merges=cut,
         merged_rows=_merged_rows(min(kept, config.rows), padded(problem.head_dim_v)) if cut else 0,
         by_word=problem.arch.startswith("sm_"),
-        overlaps=OVERLAPS if can_overlap(problem.arch) else 0,
     )
 
 

@@ -332,7 +332,7 @@ def _walk(
         places = _offsets(keys, pages, tile, batch, SPEC)
         k = _load(keys, places, seen, False, SPEC.dim, SPEC.width)
         places = _offsets(values, pages, tile, batch, SPEC)
-        if SPEC.by_word and SPEC.is_float8 and SPEC.vector > 1:
+        if SPEC.by_word and SPEC.is_float8 and SPEC.vector > 1 and SPEC.dim_v % 4 == 0:
             v = _load_widened(values, places, seen, SPEC)
             if NARROW:
                 v = tl.trans(v, (0, 2, 1))
