@@ -1,0 +1,1 @@
+"""Kernels for Hopper (sm_90a) in Gluon: TMA, wgmma and warps with roles."""

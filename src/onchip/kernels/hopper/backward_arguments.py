@@ -1,0 +1,179 @@
+"""What the Hopper backward's launches hand to their kernels: descriptors, code and numbers.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onchip.kernels.hopper.backward_config import BackwardConfig, padded
+from onchip.problem import Layout, Problem, Saved, Tensors
+
+LOG2E = math.log2(math.e)
+#: Rows of the statistics that belong to one sequence only: no tile of queries is longer.
+STATS_BLOCK = 128
+#: Elements of 16 bytes: what TMA wants rows to begin at.
+UNIT = 8
+_UNBOUNDED = 1 << 29  # larger than any length, small enough that int32 sums do not overflow
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the compiled code depends on; everything else is a run-time value.
+
+    Args:
+        block_m, block_n: BM and BN.
+        dim, dim_v: D and D_v as padded.
+        stages, starts_at_lse, starts_at_delta: see `BackwardConfig`.
+        pieces: pieces of 64 keys of a CTA.
+        adds_dq: whether dQ is added up in float32.
+        ordered: whether dQ's sums are added in a fixed order.
+        has_left, has_right: which edges the mask has.
+        has_tail: whether the last tile of keys may be short.
+        has_softcap: whether logits are capped.
+        high_edges: whether masked tiles can lie behind those that are seen in full.
+        packed: whether sequences lie one after the other in (T, H, D).
+    """
+
+    block_m: int
+    block_n: int
+    dim: int
+    dim_v: int
+    stages: int
+    starts_at_lse: bool
+    starts_at_delta: bool
+    pieces: int
+    adds_dq: bool
+    ordered: bool
+    has_left: bool
+    has_right: bool
+    has_tail: bool
+    has_softcap: bool
+    high_edges: bool
+    packed: bool
+
+    @property
+    def masks(self) -> bool:
+        """Whether there can be tiles that an edge crosses."""
+        return self.has_right or self.has_left or self.has_tail
+
+
+def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
+    """The compiled part of a launch: "keys" or "queries"."""
+    packed = problem.layout_q is Layout.PACKED
+    ordered = problem.deterministic and not config.apart
+    has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
+    has_tail = packed or problem.seqlen_k % config.block_n != 0
+    return Spec(
+        block_m=2 * config.block_m if part == "queries" else config.block_m,
+        block_n=config.block_n,
+        dim=padded(problem.head_dim),
+        dim_v=padded(problem.head_dim_v),
+        stages=config.stages,
+        starts_at_lse=starts_at_lse(config, problem),
+        starts_at_delta=config.starts_at_delta,
+        pieces=config.block_n // 64,
+        adds_dq=not config.apart,
+        ordered=ordered,
+        has_left=has_left,
+        has_right=has_right,
+        has_tail=has_tail,
+        has_softcap=problem.softcap > 0,
+        high_edges=has_right or has_tail if part == "queries" else has_left,
+        packed=packed,
+    )
+
+
+def starts_at_lse(config: BackwardConfig, problem: Problem) -> bool:
+    """Whether S starts at -LSE: its unit is 1 / scale then, and nothing may come between."""
+    return config.starts_at_lse and problem.softcap == 0 and problem.scale != 0
+
+
+def stats_shape(problem: Problem) -> tuple[int, int]:
+    """Lines and rows of LSE, D and the float32 dQ; see `backward_walk.stats_row`."""
+    if problem.layout_q is Layout.PACKED:
+        blocks = problem.tokens_q // STATS_BLOCK + problem.batch
+        return problem.num_heads, blocks * STATS_BLOCK
+    blocks = -(-problem.seqlen_q // STATS_BLOCK)
+    return problem.batch * problem.num_heads, blocks * STATS_BLOCK
+
+
+def numbers_of(problem: Problem) -> tuple:
+    """The kernels' run-time numbers, from seqlen_q to cap."""
+    scale, softcap = problem.scale, problem.softcap
+    return (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.num_heads,
+        problem.num_kv_heads,
+        problem.group,
+        stats_shape(problem)[1],
+        min(problem.mask.left, _UNBOUNDED),
+        min(problem.mask.right, _UNBOUNDED),
+        float(scale),
+        scale / softcap if softcap > 0 else scale * LOG2E,
+        softcap * LOG2E,
+    )
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of sequence (0 when packed), row and head in `UNIT` elements."""
+    strides = [0 if n == 1 else s // UNIT for n, s in zip(x.shape, x.stride(), strict=True)]
+    return (0, strides[0], strides[1]) if x.dim() == 3 else (strides[0], strides[1], strides[2])
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """(B, S, H, D) or (T, H, D) in tiles of one head's rows; see `backward_walk.span`."""
+    box = [1, 1, rows, 1, padded(x.shape[-1])]
+    layout = gl.NVMMASharedLayout(128, 16, 5)
+    # A dimension of size 1 may have any stride, which TMA would refuse.
+    strides = [UNIT if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    if x.dim() == 4:
+        return TensorDescriptor(x, [1, *x.shape], [UNIT, *strides[:3], 1], box, layout)
+    row = strides[0]
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *x.shape[1:]]
+    return TensorDescriptor(x, shape, [2**34 - row, row, row, strides[1], 1], box, layout)
+
+
+def describe_line(x: Tensor, rows: int) -> TensorDescriptor:
+    """LSE or D in tiles of rows."""
+    return TensorDescriptor(x, [x.numel()], [1], [rows], gl.NVMMASharedLayout(0, 32, 1))
+
+
+def describe_sum(x: Tensor, block_m: int) -> TensorDescriptor:
+    """The float32 dQ (lines, rows, D) in what is added at a time: 64 columns of a tile."""
+    lines, width, dim = x.shape
+    layout = gl.NVMMASharedLayout(128, 32, 2)
+    return TensorDescriptor(x, [lines * width, dim], [dim, 1], [block_m, 64], layout)
+
+
+def readable(tensors: Tensors, saved: Saved) -> tuple[Tensors, Saved]:
+    """The call's data as TMA takes them: what is not aligned to 16 bytes is copied."""
+    inputs = {name: _aligned(getattr(tensors, name)) for name in ("q", "k", "v")}
+    if any(x is not getattr(tensors, name) for name, x in inputs.items()):
+        tensors = replace(tensors, **inputs)
+    dlse = saved.dlse
+    saved = replace(
+        saved,
+        dout=_aligned(saved.dout),
+        dlse=None if dlse is None else dlse.contiguous(),
+        out=saved.out.contiguous(),
+        lse=saved.lse.contiguous(),
+    )
+    return tensors, saved
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy where rows are off 16 bytes or a dimension is expanded."""
+    rows = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    if x.data_ptr() & 15 or any(n > 1 and (s % UNIT or s == 0) for n, s in rows):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

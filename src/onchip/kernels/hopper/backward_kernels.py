@@ -1,0 +1,75 @@
+"""The kernels of the Hopper backward as tables of their roles; the method is in backward.py.
+
+Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from onchip.kernels.hopper import backward_keys, backward_queries
+from onchip.kernels.hopper.backward_walk import Sizes, Sources
+
+_SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right".split()
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def attn_bwd_keys_hopper(
+    q, k, v, do, lse, delta, dq, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
+    seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
+    scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+):  # fmt: skip
+    """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ."""
+    S = backward_keys.new_shared(lse, dq, q.dtype, SPEC)
+    sizes = Sizes(
+        cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
+        stats_width, left, right,
+    )  # fmt: skip
+    sources = Sources(q, k, v, do, lse, delta)
+    # Registers: 64 for each of dK's or dV's pieces of 64 columns and two of S or dP decide.
+    if SPEC.adds_dq:
+        gl.warp_specialize(
+            [
+                (backward_keys.score, (S, sizes, factor, cap, SPEC)),
+                (backward_keys.gradient, (S, sizes, scale, SPEC)),
+                (backward_keys.make_dq, (dq, counters, S, sizes, SPEC)),
+                (backward_keys.load, (sources, dk, dv, S, sizes, SPEC)),
+            ],
+            [4, 4, 1],
+            [208, 72, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (backward_keys.score, (S, sizes, factor, cap, SPEC)),
+                (backward_keys.gradient, (S, sizes, scale, SPEC)),
+                (backward_keys.load, (sources, dk, dv, S, sizes, SPEC)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def attn_bwd_queries_hopper(
+    q, k, v, do, lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
+    seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
+    scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+):  # fmt: skip
+    """One CTA: dQ of BM queries of one head; `lse` and `delta` are pointers here."""
+    S = backward_queries.new_shared(q.dtype, SPEC)
+    sizes = Sizes(
+        cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
+        stats_width, left, right,
+    )  # fmt: skip
+    sources = Sources(q, k, v, do, lse, delta)
+    # As the default role, a consumer keeps the addresses of its 36 products in registers across
+    # the loop, and spills 28 of them (triton 3.6); so the loads are the default one.
+    gl.warp_specialize(
+        [
+            (backward_queries.load, (sources, dq, S, sizes, SPEC)),
+            (backward_queries.compute, (0, lse, delta, S, sizes, scale, factor, cap, SPEC)),
+            (backward_queries.compute, (1, lse, delta, S, sizes, scale, factor, cap, SPEC)),
+        ],
+        [4, 4],
+        [240, 240],
+    )

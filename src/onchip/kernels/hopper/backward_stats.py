@@ -1,0 +1,130 @@
+"""Kernels before and behind the Hopper backward: LSE and D of rows, and dQ's last step.
+
+Bound by memory, so in plain Triton.
+
+Legend: B batch, S_q length, T packed tokens, H query heads, D / D_v head dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+#: Rows of LSE, D and the float32 dQ that belong to one sequence only.
+STATS_BLOCK = tl.constexpr(128)
+#: Rows of a program.
+ROWS = tl.constexpr(64)
+
+_SIZES = "num_blocks num_heads seqlen_q tokens_q stats_width".split()
+_NUMBERS = [*_SIZES, "stride_ob", "stride_os", "stride_oh", "num_sequences"]
+
+
+@triton.jit
+def _locate(
+    cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED: tl.constexpr
+):  # fmt: skip
+    """Row block, sequence, head, length; first row in (T, H) and (H, T) order and in the stats."""
+    program = tl.program_id(0)
+    index = program // num_blocks
+    block = program - index * num_blocks
+    batch = index // num_heads
+    head = index % num_heads
+    if PACKED:
+        start = tl.load(cu_seqlens_q + batch)
+        length = tl.load(cu_seqlens_q + batch + 1) - start
+        first = tl.cast(start, tl.int64)
+        in_lse = tl.cast(head, tl.int64) * tokens_q + start
+        line = tl.cast(head, tl.int64) * stats_width
+        in_stats = line + (start // STATS_BLOCK + batch) * STATS_BLOCK
+    else:
+        length = seqlen_q
+        first = tl.cast(batch, tl.int64) * seqlen_q
+        in_lse = tl.cast(index, tl.int64) * seqlen_q
+        in_stats = tl.cast(index, tl.int64) * stats_width
+    return block, batch, head, length, first, in_lse, in_stats
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def attn_bwd_pre_hopper(
+    out, dout, lse, dlse, sinks, cu_seqlens_q, stats, delta, dq_sum, counters, dsinks,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
+    num_blocks, num_sequences, num_heads, seqlen_q, tokens_q: tl.int64, stats_width: tl.int64,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    lse_unit: tl.float32, UNIT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: -LSE in `lse_unit`, -D and a cleared dQ of 64 rows of a head.
+
+    `out`, `lse` and `dlse` are contiguous; strides of dout come in UNIT elements; `dsinks` is
+    (blocks, B, H) float32, the rows' part of the sinks' gradient.
+    """
+    block, batch, head, length, first, in_lse, in_stats = _locate(
+        cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
+    )
+    start = block * ROWS
+    slot = (block * num_sequences + batch) * num_heads + head
+    if start >= tl.cdiv(length, STATS_BLOCK) * STATS_BLOCK:
+        if sinks is not None:
+            tl.store(dsinks + slot, 0.0)
+        return
+    rows = start + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH_V)[None, :]
+    inside = rows < length
+    seen = inside[:, None]
+    if DIM_V < WIDTH_V:
+        seen = seen & (columns < DIM_V)
+    row = tl.cast(rows, tl.int64)[:, None]
+    base = dout + head * (stride_oh * UNIT)
+    if PACKED:
+        base += first * (stride_os * UNIT)
+    else:
+        base += batch * (stride_ob * UNIT)
+    gradient = tl.load(base + row * (stride_os * UNIT) + columns, seen, 0.0)
+    value = tl.load(out + ((first + row) * num_heads + head) * DIM_V + columns, seen, 0.0)
+    d = tl.sum(value.to(tl.float32) * gradient.to(tl.float32), 1)
+    if dlse is not None:
+        d -= tl.load(dlse + in_lse + rows, inside, 0.0)
+    row_lse = tl.load(lse + in_lse + rows, inside, float("-inf"))
+    empty = row_lse == float("-inf")
+    # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
+    d = tl.where(empty, 0.0, d)
+    tl.store(
+        stats + in_stats + rows,
+        tl.where(empty, tl.where(lse_unit > 0, float("-inf"), float("inf")), -row_lse * lse_unit),
+    )
+    tl.store(delta + in_stats + rows, -d)
+    if dq_sum is not None:
+        to = dq_sum + (in_stats + row) * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.store(to, tl.zeros([ROWS, WIDTH], tl.float32))
+    if counters is not None:
+        tl.store(counters + (in_stats + start) // ROWS, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        mass = tl.where(empty, 0.0, tl.exp2(sink - row_lse * LOG2E) * d)
+        tl.store(dsinks + slot, -tl.sum(mass, 0))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def attn_bwd_post_hopper(
+    dq_sum, dq, cu_seqlens_q, num_blocks, num_heads, seqlen_q,
+    tokens_q: tl.int64, stats_width: tl.int64, scale: tl.float32,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: dQ of 64 rows of a head, from its float32 sum."""
+    block, _, head, length, first, _, in_stats = _locate(
+        cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
+    )
+    start = block * ROWS
+    if start >= length:
+        return
+    rows = start + tl.arange(0, ROWS)
+    row = tl.cast(rows, tl.int64)[:, None]
+    columns = tl.arange(0, WIDTH)[None, :]
+    x = tl.load(dq_sum + (in_stats + row) * WIDTH + columns) * scale
+    seen = (rows < length)[:, None]
+    if DIM < WIDTH:
+        seen = seen & (columns < DIM)
+    to = dq + ((first + row) * num_heads + head) * DIM + columns
+    tl.store(to, x.to(dq.dtype.element_ty), seen)

@@ -1,0 +1,80 @@
+"""What the Hopper backward needs of Gluon 3.6 and does not find there, and maths of its tiles."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@builtin
+def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
+    """Memory += shared memory (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def wait_turn(counter, turn):
+    """Waits until `turn` others have gone before."""
+    while gl.atomic_add(counter, 0, sem="acquire") < turn:
+        pass
+
+
+@gluon.jit
+def pass_turn(counter):
+    """Lets the next one go when what this role's threads added by TMA is in memory.
+
+    `tma.store_wait` waits until shared memory has been read; here the sums must be there.
+    """
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [x],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_add(counter, 1, sem="release")
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """mbarriers that turn after COUNT arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(j), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def capped(s, factor):
+    """tanh(s * factor) and its derivative; cannot overflow, since exp(2x) = inf gives 1."""
+    bent = 1.0 - 2.0 / (gl.exp2(s * (factor * (2.0 * _LOG2E))) + 1.0)
+    return bent, 1.0 - bent * bent
+
+
+@gluon.jit
+def hide(
+    p, right, left, tail, ROWS: gl.constexpr, L: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """P without what the mask hides: key j of the tile is seen by its query i iff
+    i + left <= j <= i + right and j < tail.
+
+    Args:
+        p: a tile in layout L.
+        ROWS: the dimension of the queries.
+    """
+    KEYS: gl.constexpr = 1 - ROWS
+    keys = gl.expand_dims(gl.arange(0, p.shape[KEYS], gl.SliceLayout(ROWS, L)), ROWS)
+    rows = gl.expand_dims(gl.arange(0, p.shape[ROWS], gl.SliceLayout(KEYS, L)), KEYS)
+    if SPEC.has_right:
+        p = gl.where(keys <= rows + right, p, 0.0)
+    if SPEC.has_left:
+        p = gl.where(keys >= rows + left, p, 0.0)
+    if SPEC.has_tail:
+        p = gl.where(keys < tail, p, 0.0)
+    return p
