@@ -87,6 +87,7 @@ def compiled(call: Call, arch: str):
     import triton
     from triton._utils import find_paths_if, get_iterable_path
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     backend, bound, found, options = specialisation(call, arch)
     names = [parameter.name for parameter in call.kernel.params]
@@ -100,7 +101,8 @@ def compiled(call: Call, arch: str):
         path: backend.parse_attr(get_iterable_path(hints, path))
         for path in find_paths_if(hints, lambda _, hint: isinstance(hint, str))
     }
-    source = ASTSource(call.kernel, dict(zip(names, types, strict=True)), constants, attributes)
+    kind = GluonASTSource if call.kernel.is_gluon() else ASTSource
+    source = kind(call.kernel, dict(zip(names, types, strict=True)), constants, attributes)
     start = time.perf_counter()
     binary = triton.compile(source, target=_target(arch), options=options)
     binary.seconds = time.perf_counter() - start

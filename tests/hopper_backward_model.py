@@ -1,0 +1,135 @@
+"""Script: runs the Hopper backward's device code in `gluon_model`; prints JSON last."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+from tests import gluon_model
+
+gluon_model.install()
+
+import torch  # noqa: E402
+
+from onchip.kernels.hopper import (  # noqa: E402
+    backward_arguments,
+    backward_kernels,
+    backward_keys,
+)
+from onchip.kernels.hopper.backward_config import (  # noqa: E402
+    BackwardConfig,
+    choose_backward,
+    padded,
+)
+from onchip.problem import Op  # noqa: E402
+from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E402
+from tests.portable_cases import Case, build  # noqa: E402
+
+backward_keys.tma_reduce_add = gluon_model.reduce_add
+
+
+def _described(x, rows):
+    return gluon_model.Descriptor(x, [1, 1, rows, 1, padded(x.shape[-1])])
+
+
+def _statistics(problem, tensors, saved, unit):
+    """-LSE in `unit` and -D, as the kernel before leaves them; NaN where nothing is written."""
+    lines, width = backward_arguments.stats_shape(problem)
+    stats, delta = torch.full((2, lines, width), math.nan)
+    lse = saved.lse if tensors.cu_seqlens_q is None else saved.lse[None]
+    d = (saved.dout.float() * saved.out.float()).sum(-1).transpose(-1, -2)
+    if saved.dlse is not None:
+        d = d - saved.dlse
+    d = d if tensors.cu_seqlens_q is None else d[None]
+    spans = [(0, problem.seqlen_q)] * problem.batch
+    if tensors.cu_seqlens_q is not None:
+        offsets = tensors.cu_seqlens_q.tolist()
+        spans = list(zip(offsets, offsets[1:], strict=False))
+    for b, (start, end) in enumerate(spans):
+        for h in range(problem.num_heads):
+            if tensors.cu_seqlens_q is None:
+                line, first, own = b * problem.num_heads + h, 0, (lse[b, h], d[b, h])
+            else:
+                line, first = h, (start // 128 + b) * 128
+                own = (lse[0, h, start:end], d[0, h, start:end])
+            length = end - start
+            last = first + -(-length // 128) * 128
+            hidden = math.copysign(math.inf, -unit)
+            stats[line, first:last], delta[line, first:last] = hidden, 0.0
+            stats[line, first : first + length] = -own[0] * unit
+            stats[line, first : first + length][own[0] == -math.inf] = hidden
+            delta[line, first : first + length] = -own[1].where(own[0] > -math.inf, 0.0)
+    return stats, delta
+
+
+def gradients(config, problem, tensors, saved):
+    """dq, dk, dv of the device code; CTAs run in turn, or at once where they wait for others."""
+    unit = backward_arguments.LOG2E
+    if backward_arguments.starts_at_lse(config, problem):
+        unit = 1 / problem.scale
+    stats, delta = _statistics(problem, tensors, saved, unit)
+    q, k, v, dout = tensors.q, tensors.k, tensors.v, saved.dout
+    zeros = problem.layout_q.value == "packed"
+    dq, dk, dv = (torch.full_like(x, 0 if zeros else math.nan) for x in (q, k, v))
+    lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    cu_seqlens = [None if x is None else gluon_model.Pointer(x) for x in lengths]
+    numbers = backward_arguments.numbers_of(problem)
+    spec = backward_arguments.spec_of(config, problem, "keys")
+    dq_sum = torch.zeros(stats.numel(), spec.dim)
+    run, counters = gluon_model.launch, None
+    if spec.ordered:
+        counters = gluon_model.Pointer(torch.zeros(stats.numel() // 64, dtype=torch.int64))
+        run = gluon_model.launch_abreast
+    sources = [_described(x, 64) for x in (q, k, v, dout)]
+    lines = [gluon_model.Descriptor(x.view(-1), [64]) for x in (stats, delta)]
+    summed = None if config.apart else gluon_model.Descriptor(dq_sum, [64, 64])
+    programs = -(-problem.seqlen_k // spec.block_n) * problem.batch * problem.num_kv_heads
+    run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed,
+        _described(dk, 64), _described(dv, 64), counters, *cu_seqlens, *numbers, spec)  # fmt: skip
+    if config.apart:
+        spec = backward_arguments.spec_of(config, problem, "queries")
+        programs = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.num_heads
+        pointers = [gluon_model.Pointer(x) for x in (stats, delta)]
+        run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
+            _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
+        return dq, dk, dv
+    total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
+    if not zeros:
+        shape = (problem.batch, problem.num_heads, *total.shape[1:])
+        dq.copy_(total.view(shape)[:, :, : problem.seqlen_q].transpose(1, 2))
+        return dq, dk, dv
+    offsets = tensors.cu_seqlens_q.tolist()
+    for b, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        first = (start // 128 + b) * 128
+        dq[start:end] = total[:, first : first + end - start].transpose(0, 1)
+    return dq, dk, dv
+
+
+def check(case: Case, config: BackwardConfig | None, deterministic: bool, seed: int) -> str:
+    """What is wrong with the case's gradients; empty if nothing is."""
+    call = build(case, seed=seed)
+    saved = saved_of(call, with_dlse=seed == 0)
+    problem = replace(call.problem, op=Op.BACKWARD, deterministic=deterministic)
+    call.tensors.sinks = None if not case.sinks else call.tensors.sinks
+    try:
+        found = gradients(config or choose_backward(problem), problem, call.tensors, saved)
+        sinks, call.tensors.sinks = call.tensors.sinks, None
+        if sinks is None:
+            check_gradients(call, saved, (*found, None))
+    except (AssertionError, gluon_model.Deadlock) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+if __name__ == "__main__":
+    out = []
+    for entry in json.loads(sys.argv[1]):
+        fields = dict(entry)
+        own = fields.pop("config", None)
+        deterministic = fields.pop("deterministic", False)
+        case = Case(**{n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()})
+        config = None if own is None else BackwardConfig(**own)
+        out.append(entry | {"wrong": check(case, config, deterministic, len(out) % 2)})
+    print(json.dumps(out))

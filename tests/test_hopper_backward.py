@@ -1,0 +1,174 @@
+"""The Hopper backward without a GPU: choices, what it compiles to, and its roles in a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from onchip import dispatch
+from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
+from onchip.problem import Op, Problem
+from tests import compile_only
+from tests.portable_cases import Case, build
+
+HERE = Path(__file__).parent
+SHARED_BYTES = 227 << 10
+
+COMPILED = [
+    {"dim": dim, **features} for dim in (64, 128, 256) for features in ({}, {"causal": True})
+] + [
+    {"dim": 64, "packed": True, "window": [1023, 0], "deterministic": True},
+    {"dim": 128, "causal": True, "deterministic": True},
+    {"dim": 128, "packed": True, "softcap": 30.0},
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    script = HERE / "hopper_backward_compiles.py"
+    found = compile_only.run_script(script, json.dumps(COMPILED))
+    for used in found:
+        print(used)
+    return found
+
+
+def test_every_config_compiles_and_fits(compiled):
+    for used in compiled:
+        assert used["shared_bytes"] <= SHARED_BYTES, used
+
+
+def test_products_are_not_serialised(compiled):
+    """C7510 and the like: products that wait for each other, or registers that are ignored."""
+    for used in compiled:
+        assert used["warnings"] == [], used
+
+
+def test_main_loops_do_not_spill(compiled):
+    """Masked tiles are few. One of two consumers of "queries" keeps a number in memory."""
+    for used in compiled:
+        features = set(used["features"])
+        if used["kernel"] == "queries" and not features:
+            assert used["loop_spills"] <= 3, used
+        elif used["kernel"] != "queries" and "softcap" not in features:
+            assert used["unmasked_spills"] <= 2 * ("deterministic" in features), used
+
+
+MODELLED = {
+    "full": {"lengths_q": [128], "lengths_k": [256], "heads": 2, "kv_heads": 2},
+    "tails": {"lengths_q": [100, 100], "lengths_k": [211, 211], "heads": 4, "kv_heads": 2},
+    "causal": {"lengths_q": [313], "lengths_k": [313], "heads": 4, "kv_heads": 1, "causal": True},
+    "more_keys": {"lengths_q": [100], "lengths_k": [377], "causal": True},
+    "more_queries": {"lengths_q": [377], "lengths_k": [100], "causal": True},
+    "window": {"lengths_q": [400], "lengths_k": [450], "window": [130, 70]},
+    "window_left": {"lengths_q": [400], "lengths_k": [500], "window": [33, -1]},
+    "window_causal": {"lengths_q": [400], "lengths_k": [400], "window": [100, 0]},
+    "beyond": {"lengths_q": [400], "lengths_k": [20], "window": [4, 3]},
+    "softcap": {"lengths_q": [200], "lengths_k": [200], "softcap": 5.0, "causal": True},
+    "low_lse": {"lengths_q": [100], "lengths_k": [101], "scale": -4.0},
+    "one": {"lengths_q": [1], "lengths_k": [1], "causal": True},
+    "packed": {"lengths_q": [133, 0, 5, 70], "lengths_k": [100, 90, 0, 240], "packed": True},
+    "packed_causal": {
+        "lengths_q": [133, 1, 200], "lengths_k": [200, 7, 100], "heads": 4, "kv_heads": 2,
+        "packed": True, "causal": True,
+    },
+    "packed_window": {
+        "lengths_q": [133, 1, 200], "lengths_k": [200, 7, 100], "packed": True, "window": [50, 20],
+    },
+}  # fmt: skip
+STARTS = {"starts_at_lse": True, "starts_at_delta": True}
+
+
+def modelled(cases: list[dict]) -> list[str]:
+    """What is wrong with each case's gradients."""
+    paths = [str(HERE.parent), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, str(HERE / "hopper_backward_model.py"), json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [case["wrong"] for case in json.loads(done.stdout.splitlines()[-1])]
+
+
+SOME = ("causal", "window", "packed_causal")
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ({"dim": 64, "dim_v": 64}, tuple(MODELLED)),
+        ({"dim": 128, "dim_v": 64}, ("tails", "packed_window")),
+        ({"dim": 192, "dim_v": 128}, SOME),
+        ({"dim": 64, "dim_v": 72, "deterministic": True}, SOME),
+        ({"dim": 64, "dim_v": 64, "config": STARTS}, ("causal", "low_lse")),
+    ],
+    ids=str,
+)
+def test_roles_give_the_oracles_gradients(own, names):
+    """Every role, barrier and coordinate of the device code, in `gluon_model`."""
+    wrong = modelled([MODELLED[name] | own for name in names])
+    assert dict(zip(names, wrong, strict=True)) == dict.fromkeys(names, "")
+
+
+def test_walks_visit_what_rows_see():
+    compile_only.run_script(HERE / "hopper_backward_walks.py", "0", "300")
+
+
+def _problem(**changes) -> Problem:
+    problem = build(Case((64,), (64,), dim=64, dim_v=64)).problem
+    return replace(problem, op=Op.BACKWARD, device="cuda", arch="sm_90", **changes)
+
+
+def test_it_runs_only_when_named():
+    assert dispatch.choose(_problem()).name == "portable"
+    (reason,) = dispatch.rejections(_problem())["hopper"]
+    assert reason.startswith("runs only when named (kernel='hopper'): has not run on a GPU")
+    assert dispatch.choose(_problem(), "hopper").name == "hopper"
+    assert "hopper: runs only when named" in str(dispatch.explain(_problem()))
+    assert dispatch.explain(_problem(), "hopper").chosen == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": "sm_80"}, "needs sm_90, not sm_80"),
+        ({"arch": "sm_100"}, "needs sm_90, not sm_100"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "takes float16, bfloat16"),
+        ({"head_dim": 20, "head_dim_v": 20}, "multiples of 8"),
+        ({"alibi": 1}, "has no alibi"),
+        ({"seqused_k": True}, "has no seqused_k"),
+        ({"dropout_p": 0.1}, "has no dropout"),
+        ({"seqlen_q": 0}, "at least one query"),
+    ],
+)
+def test_what_it_rejects(changes, reason):
+    problem = replace(_problem(), **changes)
+    assert reason in "; ".join(dispatch.rejections(problem, "hopper")["hopper"])
+    assert dispatch.choose(problem).name == "portable"
+
+
+def test_configs_are_chosen_by_head_dimension():
+    assert [padded(d) for d in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 256, 256]
+    assert not choose_backward(_problem(head_dim=128, head_dim_v=64)).apart
+    assert choose_backward(_problem(head_dim=192, head_dim_v=128)).apart
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_m": 128}, "block_m: got 128"),
+        ({"block_n": 64}, "block_n: got 64"),
+        ({"stages": 1}, "stages: got 1"),
+        ({"apart": True, "block_n": 64, "starts_at_lse": True}, "starts_at_lse: got True"),
+    ],
+)
+def test_a_config_says_what_is_wrong_with_it(changes, message):
+    with pytest.raises(ValueError, match=message):
+        BackwardConfig(**changes)
