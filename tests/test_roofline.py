@@ -164,7 +164,7 @@ def test_a_config_that_cannot_fit():
 
 def test_explain_for_a_gpu_that_is_not_here():
     q = torch.zeros(1, 512, 8, 128, dtype=torch.bfloat16, requires_grad=True)
-    here = onchip.explain(q, q, q, causal=True)
+    here = onchip.explain(q, q, q, causal=True, kernel="portable")
     assert here.prediction is None and here.why_no_prediction == ""
     there = here.on("H200")
     assert (there.problem.device, there.problem.arch) == ("cuda", "sm_90")

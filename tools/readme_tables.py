@@ -36,7 +36,7 @@ def kernels() -> str:
 def _kernel_row(record: Kernel) -> list[str]:
     layouts = sorted(f"{q.value}, {k.value}" for q, k in record.layouts)
     return [
-        f"`{record.name}`",
+        f"`{record.name}`" + (" (only by name)" if record.by_name else ""),
         record.op.value,
         ", ".join(sorted(record.devices)),
         ", ".join(str(d).removeprefix("torch.") for d in record.dtypes),

@@ -58,10 +58,18 @@ def rejections(problem: Problem, kernel: str | None = None) -> dict[str, list[st
     Returns:
         kernel name -> reasons; kernels that take the problem are absent.
     """
-    why = {k.name: k.rejections(problem) for k in candidates(problem, kernel)}
+    why = {k.name: _reasons(k, problem, kernel) for k in candidates(problem, kernel)}
     if kernel is not None and not why:
         why[kernel] = [f"has no {problem.op.value}"]
     return {name: reasons for name, reasons in why.items() if reasons}
+
+
+def _reasons(record: Kernel, problem: Problem, kernel: str | None) -> list[str]:
+    """Why the record is not for the problem, or not without being named."""
+    why = record.rejections(problem)
+    if record.by_name and kernel != record.name:
+        why.append(f"runs only when named (kernel={record.name!r}): {record.by_name}")
+    return why
 
 
 def choose(problem: Problem, kernel: str | None = None) -> Kernel:
@@ -75,7 +83,7 @@ def choose(problem: Problem, kernel: str | None = None) -> Kernel:
         NoKernelError: if no kernel (or not the forced one) takes the problem.
     """
     for record in candidates(problem, kernel):
-        if not record.rejections(problem):
+        if not _reasons(record, problem, kernel):
             return record
     raise NoKernelError(problem, rejections(problem, kernel), kernel)
 

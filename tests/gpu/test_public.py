@@ -78,7 +78,11 @@ def test_opcheck(record):
             [],
             [],
         )
-        out, lse = ops.forward_op(*tensors, *params)
+        if alibi is not None and "alibi" not in record.features:
+            continue
+        # A kernel may take the backward only.
+        name = record.name if record.op is Op.FORWARD else ""
+        out, lse = ops.forward_op(*tensors, *params[:-1], name)
         if record.op is Op.FORWARD:
             torch.library.opcheck(ops.forward_op, (*tensors, *params))
         else:

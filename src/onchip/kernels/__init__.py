@@ -60,6 +60,7 @@ class Kernel:
         quantised_kv: dtypes of k and v that may differ from q's.
         max_splits: most parts that `num_splits` may ask for.
         reasons: further reasons why a Problem is not for it.
+        by_name: why it runs only when `kernel=` names it; empty if it may be chosen.
         summary: one line for the support matrix.
     """
 
@@ -77,6 +78,7 @@ class Kernel:
     quantised_kv: tuple[torch.dtype, ...] = ()
     max_splits: int = 1
     reasons: Callable[[Problem], list[str]] = _no_further_reasons
+    by_name: str = ""
 
     def load(self, entry: str = "") -> Callable:
         """The function that runs this kernel, or another of its module; imports the module."""
@@ -141,6 +143,15 @@ def _backward_reasons(problem: Problem) -> list[str]:
     if problem.deterministic and problem.aux_grad:
         return ["adds up the gradients of score_mod's tensors by atomics: not deterministic"]
     return []
+
+
+def _hopper_backward_reasons(problem: Problem) -> list[str]:
+    why = []
+    if problem.arch != "sm_90":
+        why.append(f"needs sm_90, not {problem.arch or 'an unnamed GPU'}")
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        why.append("needs at least one query and one key")
+    return why
 
 
 def _cpu_record(name: str, op: Op, entry: str, summary: str, **limits) -> Kernel:
@@ -228,6 +239,21 @@ KERNELS: tuple[Kernel, ...] = (
         quantised_kv=(torch.float8_e4m3fn,),
         summary=_PORTABLE,
         **_PORTABLE_LIMITS,
+    ),
+    Kernel(
+        name="hopper",
+        op=Op.BACKWARD,
+        module="onchip.kernels.hopper.backward",
+        entry="launch",
+        devices=frozenset({"cuda"}),
+        dtypes=(torch.float16, torch.bfloat16),
+        layouts=frozenset({_DENSE, _PACKED}),
+        max_head_dim=256,
+        head_dim_multiple=8,
+        features=frozenset("causal window softcap sinks gqa head_dim_v".split()),
+        reasons=_hopper_backward_reasons,
+        by_name="has not run on a GPU in its present form",
+        summary="FlashAttention-3's backward in Gluon: TMA, wgmma, warp roles; only when named",
     ),
     Kernel(
         name="portable",
