@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
-from onchip.problem import Op, Params, Problem, Saved, Tensors, needs_copy
+from onchip.problem import Op, Params, Problem, Saved, Tensors, needs_copy, unaligned
 
 NAMESPACE = "onchip"
 
@@ -87,6 +87,7 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
         tensors.sinks is None,
         tensors.k_scale is None and tensors.v_scale is None,
         len(tensors.block_list),
+        unaligned(tensors),
         params,
     )
     found = _plans.get(key)
@@ -158,8 +159,11 @@ def _attn_forward(*args) -> tuple[Tensor, Tensor]:
 def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tensor]:
     """Runs the chosen forward kernel. Mutates: tensors, whose unreadable inputs are copied.
 
-    `memo`, `onchip.prepare.Memo`, remembers the choice for calls alike.
+    `memo`, `onchip.prepare.Memo`, remembers the choice for calls alike, which may differ in how
+    their tensors lie in memory.
     """
+    if memo is not None and unaligned(tensors):
+        memo = None
     found = None if memo is None else memo.forward
     if found is None:
         found = plan(Op.FORWARD, tensors, params)

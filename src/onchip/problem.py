@@ -134,6 +134,7 @@ class Problem:
         deterministic: whether gradients must be bitwise equal from run to run.
         num_splits: splits of the keys; 0 lets the kernel choose.
         copies: names of inputs that are copied first, since their last stride is not 1.
+        unaligned: names of inputs on a GPU that TMA can't read in place, see `is_unaligned`.
         dropout_p: probability that an entry of P is dropped; 0 for none.
         score_mod: key of the user's score function (`onchip.mods`); empty for none.
         mask_mod: key of the user's mask function; empty for none.
@@ -169,6 +170,7 @@ class Problem:
     deterministic: bool = False
     num_splits: int = 0
     copies: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
     dropout_p: float = 0.0
     score_mod: str = ""
     mask_mod: str = ""
@@ -214,6 +216,7 @@ class Problem:
             deterministic=params.deterministic,
             num_splits=params.num_splits,
             copies=tuple(name for name, x in inputs.items() if needs_copy(x)),
+            unaligned=unaligned(tensors),
             dropout_p=params.dropout_p,
             score_mod=params.score_mod,
             mask_mod=params.mask_mod,
@@ -438,6 +441,32 @@ class NewTokens:
 def needs_copy(x: torch.Tensor) -> bool:
     """Whether kernels can't read this tensor in place: its last dimension is not contiguous."""
     return x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+def is_unaligned(x: torch.Tensor) -> bool:
+    """Whether TMA can't read this tensor: rows off 16 bytes, or an expanded dimension.
+
+    Tensors that are copied first are not meant, nor those without memory.
+    """
+    if x.is_meta or type(x).__name__ == "FakeTensor" or needs_copy(x):
+        return False
+    *strides, _ = x.stride()
+    mixed = x.data_ptr()
+    for stride in strides:
+        mixed |= stride * x.element_size()
+    if mixed & 15 == 0 and 0 not in strides:
+        return False  # almost every call
+    return bool(x.data_ptr() & 15) or any(
+        n > 1 and (stride * x.element_size() % 16 > 0 or stride == 0)
+        for n, stride in zip(x.shape, strides, strict=False)
+    )
+
+
+def unaligned(tensors: Tensors) -> tuple[str, ...]:
+    """`Problem.unaligned` of a call."""
+    if not tensors.q.is_cuda:
+        return ()
+    return tuple(name for name in ("q", "k", "v") if is_unaligned(getattr(tensors, name)))
 
 
 @lru_cache(maxsize=None)

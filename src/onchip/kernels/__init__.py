@@ -189,6 +189,26 @@ def _decode_reasons(problem: Problem) -> list[str]:
     return []
 
 
+def _hopper_reasons(problem: Problem) -> list[str]:
+    why = []
+    if problem.arch != "sm_90":
+        why.append(f"needs sm_90, not {problem.arch or 'an unnamed GPU'}")
+    if problem.seqlen_k == 0 or problem.seqlen_q == 0:
+        why.append("needs at least one query and one key")
+    if problem.scale <= 0:
+        why.append(f"needs a scale over 0, not {problem.scale:g}")
+    if problem.unaligned:
+        why.append(
+            f"reads by TMA, which {_join(problem.unaligned)} does not suit: rows must begin at "
+            "multiples of 16 bytes, and no dimension may be expanded"
+        )
+    size = problem.page_size
+    # A tile of 64 or 128 keys is part of a page, or some pages, or there is but one page.
+    if size and size % 128 and size not in (8, 16, 32, 64) and size < problem.seqlen_k:
+        why.append(f"takes pages of 8, 16, 32, 64 or multiples of 128, not {size}")
+    return why
+
+
 _PORTABLE = "FlashAttention-2 in Triton, any GPU that Triton supports"
 _FUSED = "torch's fused CPU operator; tiles for NaN and for gradients of the LSE"
 _TILED = "fused rectangles or one pass over tiles, in torch: every feature"
@@ -228,6 +248,20 @@ KERNELS: tuple[Kernel, ...] = (
         summary="split-KV in Triton, one launch: up to 16 queries a sequence",
         # triton 3.6 does not compile the float32 variants with every feature (H200, 2026-11-29).
         **{**_PORTABLE_LIMITS, "dtypes": (torch.float16, torch.bfloat16)},
+    ),
+    Kernel(
+        name="hopper",
+        op=Op.FORWARD,
+        module="onchip.kernels.hopper.forward",
+        entry="launch",
+        devices=frozenset({"cuda"}),
+        dtypes=(torch.float16, torch.bfloat16),
+        layouts=frozenset({_DENSE, _PACKED}) | _PAGES,
+        max_head_dim=256,
+        head_dim_multiple=8,
+        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+        reasons=_hopper_reasons,
+        summary="FlashAttention-3 in Gluon: TMA, wgmma and warp roles of sm_90a",
     ),
     Kernel(
         name="portable",

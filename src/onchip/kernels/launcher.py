@@ -105,6 +105,23 @@ class Launch:
                 return self._launch(args)
         return self._launch(args)
 
+    def prepared(self, *args) -> list | None:
+        """The arguments as `replay` takes them; None where only Triton can launch.
+
+        Args:
+            *args: as of a call. Their addresses are in the result, nothing keeps them alive.
+        """
+        return None if self._run is None else self._flat(args)
+
+    def replay(self, prepared: list) -> bool:
+        """Launches with arguments from `prepared`; False where it must be called instead."""
+        run = self._run
+        if run is None or _has_hooks() or torch._C._cuda_getDevice() != self._device:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        run(*self._grid, stream, *self._head, *prepared)
+        return True
+
     def _launch(self, args: tuple) -> None:
         if self._compiled is None:
             self._resolve(args)

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (sm_90a) in Gluon: TMA, wgmma and warps with roles."""
+"""Kernels for Hopper (sm_90a) in Gluon: warp roles, TMA and wgmma, FlashAttention-3's design."""

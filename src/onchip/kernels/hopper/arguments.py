@@ -1,0 +1,301 @@
+"""What the Hopper forward's launch hands to its kernel: descriptors, code and numbers.
+
+Legend: B batch, S_q / S_k lengths, H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
+from onchip.kernels.hopper.gluon_names import TensorDescriptor
+from onchip.kernels.launcher import Described, Launch
+from onchip.problem import Layout, Problem, Tensors
+
+LOG2E = math.log2(math.e)
+_UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
+_NUM_TILES = 7  # place in `tiles.Sizes`
+_MAX_CALLS = 128  # sets of addresses that a launch knows
+_MAX_RESOLVED = 4096  # a bound on memory for servers whose shapes never repeat
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the compiled code depends on; everything else is a run-time value.
+
+    Args:
+        config: its fields are read through this object.
+        dim_v: D_v.
+        width, width_v: D and D_v in shared memory, padded to powers of two; TMA writes zeros.
+        has_left, has_right: which edges the mask has.
+        cuts_two: whether the right edge may cut two K/V tiles of a warpgroup rather than one.
+        skips: whether a CTA's last K/V tile may lie beyond the keys of its first warpgroups.
+        has_tail: whether keys may end inside of a tile where no right edge hides them.
+        packed_q, packed_k: whether sequences follow one another in memory.
+        has_used: whether a tensor cuts the key lengths short.
+        page_size: N, 0 when not paged.
+        has_softcap: whether logits are capped.
+        alibi_dim: dimensions of the slopes, 0 for none.
+        has_sinks: whether exp(sink) joins each denominator.
+    """
+
+    config: Config
+    dim_v: int
+    width: int
+    width_v: int
+    has_left: bool
+    has_right: bool
+    cuts_two: bool
+    skips: bool
+    has_tail: bool
+    packed_q: bool
+    packed_k: bool
+    has_used: bool
+    page_size: int
+    has_softcap: bool
+    alibi_dim: int
+    has_sinks: bool
+
+    def __getattr__(self, name: str):
+        return getattr(object.__getattribute__(self, "config"), name)
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Rows and columns (0 for all) of K and V that one TMA instruction copies."""
+        if 0 < self.page_size < self.block_n and self.block_n % self.page_size == 0:
+            return self.page_size, 64
+        return self.block_n, 0
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths are read on the device."""
+        return self.packed_q or self.packed_k or self.has_used
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether tiles differ in length, so that a counter hands them out."""
+        return self.has_left or self.has_right or self.is_ragged
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a row may see no key of its last tile."""
+        return self.is_uneven
+
+    @property
+    def may_leak(self) -> bool:
+        """Whether values that a row does not see are multiplied by its P = 0."""
+        return self.is_uneven
+
+
+class Resolved:
+    """A launch with those of its arguments that stay.
+
+    Args:
+        problem: kept alive, since its identity is part of the key.
+        launch: the compiled kernel on its grid.
+        first: descriptors of the first launch.
+        numbers: the run-time numbers.
+        code: what is compiled.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_first",
+        "_seen",
+        "_shapes",
+        "code",
+        "launch",
+        "numbers",
+        "problem",
+        "repair",
+        "repair_numbers",
+    )
+
+    def __init__(self, problem: Problem, launch: Launch, first: list, numbers: tuple, code: Code):
+        self.problem = problem
+        self.launch = launch
+        self.numbers = numbers
+        self.code = code
+        self.repair: Launch | None = None  # see `repair.py`
+        self.repair_numbers: tuple = ()
+        self._first = first
+        self._shapes = [(x.shape, x.strides) for x in first]
+        self._calls: dict[tuple, list] = {}
+        self._seen: set[tuple] = set()
+
+    def described(self, *tensors: Tensor) -> list:
+        """q, k, v and out as the kernel takes them."""
+        if not self.launch.is_resolved:
+            return self._first  # Triton looks at these, and only at the first launch
+        self._first = None
+        return [Described(x, *shape) for x, shape in zip(tensors, self._shapes, strict=True)]
+
+    def replay(self, addresses: tuple) -> bool:
+        """Makes the launches of an earlier call with tensors at the same addresses, if one was."""
+        calls = self._calls.get(addresses, ())
+        return bool(calls) and all(launch.replay(prepared) for launch, prepared in calls)
+
+    def remember(self, addresses: tuple, calls: list[tuple[Launch, tuple]]) -> None:
+        """Keeps a call's launches for `replay` if its addresses come a second time.
+
+        Args:
+            addresses: of all its tensors.
+            calls: launches, made once with these arguments.
+        """
+        if self._first is not None:
+            return
+        if addresses not in self._seen:  # addresses that never come again cost nothing more
+            if len(self._seen) >= _MAX_CALLS:
+                self._seen.clear()
+            self._seen.add(addresses)
+            return
+        prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
+        if all(flat is not None for _, flat in prepared):
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            self._calls[addresses] = prepared
+
+
+_kept: dict[tuple, Resolved] = {}
+
+
+def resolved_of(
+    kernel, config: Config | None, problem: Problem, tensors: Tensors, out: Tensor
+) -> Resolved:
+    """The launch for calls alike: same problem and strides."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    key = (id(problem), config, q.get_device(), q.stride(), k.stride(), v.stride(), k.shape)
+    # A change of these means another signature of the kernel.
+    key += (stride_of(tensors.block_table),)
+    key += tuple(
+        None if x is None else (x.dtype, x.data_ptr() & 15)
+        for x in (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_k,
+                  tensors.alibi_slopes, tensors.sinks, tensors.block_table)
+    )  # fmt: skip
+    found = _kept.get(key)
+    if found is None or not found.launch.is_resolved:
+        found = _resolve(kernel, config or choose_forward(problem), problem, tensors, out)
+        if len(_kept) >= _MAX_RESOLVED:
+            _kept.clear()
+        _kept[key] = found
+    return found
+
+
+def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Tensor) -> Resolved:
+    code = code_of(config, problem)
+    sizes = sizes_of(code, problem)
+    grid = (min(num_sms(tensors.q.device), sizes[_NUM_TILES]),)
+    launch = Launch(kernel, grid, tensors.q.get_device(), num_warps=4)
+    numbers = (*factors_of(problem), stride_of(tensors.block_table), *sizes)
+    return Resolved(problem, launch, descriptors(code, tensors, out), numbers, code)
+
+
+def code_of(config: Config, problem: Problem) -> Code:
+    packed_q = problem.layout_q is Layout.PACKED
+    packed_k = problem.layout_k is Layout.PACKED or problem.layout_k is Layout.PAGED
+    if problem.seqused_k:
+        packed_k = packed_k and problem.layout_k is Layout.PACKED
+    ragged = packed_q or packed_k or problem.seqused_k
+    has_right = problem.mask.right >= 0
+    reach = problem.seqlen_k - problem.seqlen_q + problem.mask.right
+    return Code(
+        config=config,
+        dim_v=problem.head_dim_v,
+        width=padded(problem.head_dim),
+        width_v=padded(problem.head_dim_v),
+        has_left=problem.mask.left >= 0,
+        has_right=has_right,
+        cuts_two=has_right and (ragged or reach % WARPGROUP_ROWS > 0),
+        skips=has_right
+        and (ragged or config.block_n != config.block_m or reach % config.block_n > 0),
+        # A causal edge ends at the last key by itself.
+        has_tail=not problem.mask.causal and (ragged or problem.seqlen_k % config.block_n > 0),
+        packed_q=packed_q,
+        packed_k=packed_k,
+        has_used=problem.seqused_k,
+        page_size=problem.page_size,
+        has_softcap=problem.softcap > 0,
+        alibi_dim=problem.alibi,
+        has_sinks=problem.sinks,
+    )
+
+
+def lengths_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """Tensors that say where sequences lie, in the order of `tiles.Lengths`."""
+    return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_k, tensors.block_table
+
+
+def stride_of(block_table: Tensor | None) -> int:
+    return 0 if block_table is None else block_table.stride(0)
+
+
+def factors_of(problem: Problem) -> tuple[float, float]:
+    """Scale and softcap as `softmax.Terms` wants them."""
+    scale, softcap = problem.scale, problem.softcap
+    return scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E
+
+
+def sizes_of(code: Code, problem: Problem) -> tuple[int, ...]:
+    """The kernel's run-time integers, in the order of `tiles.Sizes`."""
+    mask = problem.mask
+    num_blocks = -(-problem.seqlen_q // code.block_m)
+    num_pairs = problem.batch * problem.num_heads
+    return (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.tokens_q,
+        problem.num_heads,
+        problem.group,
+        num_pairs,
+        num_blocks,
+        num_blocks * num_pairs,
+        heads_per_group(code.config, problem),
+        min(max(mask.left, 0), _UNBOUNDED),
+        min(max(mask.right, 0), _UNBOUNDED),
+    )
+
+
+def heads_per_group(config: Config, problem: Problem) -> int:
+    """Query heads whose tiles are handed out together: even groups that fit in the L2 cache."""
+    pairs = problem.batch * problem.num_heads
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.kv_dtype.itemsize
+    total = pairs * problem.seqlen_k * row_bytes
+    num_groups = max(1, min(pairs, round(total / config.l2_bytes)))
+    return -(-pairs // num_groups)
+
+
+def descriptors(code: Code, tensors: Tensors, out: Tensor) -> list[TensorDescriptor]:
+    """q, k, v and out, read and written in tiles of one head's rows."""
+    width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v
+    return [
+        describe(tensors.q, WARPGROUP_ROWS, code.width),
+        describe(tensors.k, code.box[0], code.box[1] or code.width),
+        describe(tensors.v, code.box[0], code.box[1] or code.width_v),
+        describe(out, WARPGROUP_ROWS, width_o),
+    ]
+
+
+def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """(B, H, S, D), B = 1 when packed, in tiles of so many rows of one head."""
+    x = (x.unsqueeze(0) if x.dim() == 3 else x).transpose(1, 2)
+    # A dimension of size 1 may have any stride, which TMA would refuse.
+    row = -(-x.shape[-1] // 8) * 8
+    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    block = [1, 1, rows, width]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)
+
+
+@lru_cache(maxsize=None)
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's where there is none."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

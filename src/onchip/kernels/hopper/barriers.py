@@ -1,0 +1,74 @@
+"""Named barriers of the Hopper kernels, beside the mbarriers that Gluon has.
+
+An mbarrier's arrival by a warpgroup costs a barrier among its threads and an election; a named
+barrier is one instruction a thread. Ids below 8 belong to Triton. From 8 on: "the tile's slot
+is free", for K and then V; from 15 down: the turns of the warpgroups at the tensor cores.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.gluon_names import gl
+
+
+@gluon.jit
+def _named(id, NUM_WARPS: gl.constexpr):
+    """A barrier's id as one integer a thread, which is what inline assembly takes."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    return gl.full([32 * NUM_WARPS], id, gl.int32, layout)
+
+
+@gluon.jit
+def release(count, V: gl.constexpr, C: gl.constexpr):
+    """A consumer warpgroup has read the K (V = 0) or V (V = 1) tile number `count`.
+
+    The assembler would move the arrival down over all the arithmetic of a step, and the producer
+    would wait for it. It moves nothing over a jump back, hence one that is never taken.
+    """
+    x = _named(8 + V * C.stages + count % C.stages, 4)
+    if C.warpgroups == 2:  # 288 threads: two warpgroups and the producer's warp
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; again: bar.arrive $1, 288; setp.eq.s32 p, $1, 0; @p bra again; "
+            "mov.b32 $0, $1; }", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; again: bar.arrive $1, 416; setp.eq.s32 p, $1, 0; @p bra again; "
+            "mov.b32 $0, $1; }", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def release_if(wanted, count, V: gl.constexpr, C: gl.constexpr):
+    """`release`, unless the producer has no further tile for the slot."""
+    if wanted:
+        release(count, V, C)
+
+
+@gluon.jit
+def wait_for_slot(count, V: gl.constexpr, C: gl.constexpr):
+    """The producer waits until every consumer has released the slot of tile number `count`."""
+    if count >= C.stages:
+        x = _named(8 + V * C.stages + count % C.stages, 1)
+        if C.warpgroups == 2:
+            gl.inline_asm_elementwise("bar.sync $1, 288; mov.b32 $0, $1;", "=r,r", [x],
+                                      dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+        else:
+            gl.inline_asm_elementwise("bar.sync $1, 416; mov.b32 $0, $1;", "=r,r", [x],
+                                      dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def wait_for_turn(W: gl.constexpr, C: gl.constexpr):
+    """Warpgroup W waits until the one before it has issued its products."""
+    if C.turns:
+        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [_named(15 - W, 4)],
+                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(W: gl.constexpr, C: gl.constexpr):
+    """It is warpgroup W's turn."""
+    if C.turns:
+        x = _named(15 - W, 4)
+        gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [x],
+                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip

@@ -1,0 +1,368 @@
+"""A consumer of the Hopper forward: a warpgroup that computes 64 rows of every tile of queries.
+
+Legend: BN columns (keys) of a tile, W number of a warpgroup, n sizes, C code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
+from onchip.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    mbarrier,
+    tma,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
+from onchip.kernels.hopper.softmax import (
+    Terms,
+    base_of,
+    halves,
+    logits,
+    row_maximum,
+    row_sums,
+    scaled_sums,
+    slope_of,
+    unit_of,
+    with_sink,
+)
+from onchip.kernels.hopper.tiles import (
+    Lengths,
+    Sizes,
+    Tile,
+    View,
+    end_of_keys,
+    masked,
+    num_before_the_left,
+    num_cut_on_the_right,
+    read,
+    start_of_keys,
+    tile_at,
+)
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Walk(NamedTuple):
+    """What a consumer carries from K/V tile to K/V tile."""
+
+    p: object  # (64, BN) weights of the last S, 16 bit, as wgmma's operand in registers
+    acc: object  # (64, D_v) float32, without the last P V
+    m: object  # (64,) running maximum of S
+    l: object  # (64, 4) running sums of P
+
+
+@gluon.jit
+def _tile(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
+    """The CTA's tile number `done`: (whether there is one, the tile)."""
+    if C.is_uneven:
+        return read(done, n, at.notes, C)
+    else:
+        t = gl.program_id(0) + done * gl.num_programs(0)
+        return t < n.num_tiles, tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
+
+
+@gluon.jit
+def _skip_k(skipped, count, at: Shared, W: gl.constexpr, C: gl.constexpr):
+    """Passes over the CTA's last K tile, if it lies beyond the keys of this warpgroup's rows."""
+    if skipped > 0:
+        mbarrier.wait(at.k_full.index(count % C.stages), (count // C.stages) & 1)
+        release(count, 0, C)
+        wait_for_turn(W, C)
+        pass_turn((W + 1) % C.warpgroups, C)
+
+
+@gluon.jit
+def _skip_v(skipped, count, at: Shared, C: gl.constexpr):
+    if skipped > 0:
+        mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
+        release(count, 1, C)
+
+
+@gluon.jit
+def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
+    """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once both are there.
+
+    Where there is no tile (not `more`) it multiplies what is left in shared memory.
+    """
+    BN: gl.constexpr = C.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    slot = count % C.stages
+    mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
+    wait_for_turn(W, C)
+    q = plane(at.q.index(i), 64, C.width)
+    k = plane(at.k.index(slot), C.block_n, C.width)
+    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """Issues O += P V of V tile `count`, once it is there."""
+    slot = count % C.stages
+    mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
+    v = plane(at.v.index(slot), C.block_n, C.width_v)
+    return warpgroup_mma(walk.p, v, walk.acc, is_async=True)
+
+
+@gluon.jit
+def _step(
+    i, phase, walk: Walk, count, key, view: View, terms: Terms, at: Shared, n: Sizes,
+    MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One K/V tile further; Q's buffer `i` became full in `phase`."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+    unit = unit_of(terms, C)
+    s = _scores(i, count + 1, True, at, W, C)
+    acc = _product(walk, count, at, C)
+    pass_turn((W + 1) % C.warpgroups, C)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if C.late:
+        release(count + 1, 0, C)
+    s = logits(s, key, view, terms, C)
+    if MASKED:
+        s = masked(s, key, view, n, False, C)
+    m = gl.maximum(walk.m, row_maximum(s))
+    base = base_of(m, MASKED) * unit
+    alpha = gl.exp2(walk.m * unit - base)
+    if not C.late:
+        # Behind the maximum: a release keeps the wait for O below what stands above it.
+        release(count + 1, 0, C)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(count, 1, C)
+        acc = acc * gl.convert_layout(alpha, ROWS)[:, None]
+    weights = gl.exp2(s * unit - base[:, None])
+    l = scaled_sums(walk.l, alpha) + row_sums(weights)
+    if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
+        mbarrier.wait(at.q_full.index(i), phase)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(count, 1, C)
+    p = gl.convert_layout(weights.to(at.q.dtype), walk.p.type.layout)
+    if C.late:
+        acc = acc * gl.convert_layout(alpha, ROWS)[:, None]
+    return Walk(p, acc, m, l)
+
+
+@gluon.jit
+def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr):
+    """Issues a tile's first S, of K tile `count` or the one behind it.
+
+    Returns:
+        S, its K tile's number, how many K/V tiles were passed over, and `end_of_keys`.
+    """
+    SKIPS: gl.constexpr = C.skips and C.warpgroups > W + 1
+    end = end_of_keys(tile.row + W * 64 + 64, tile, n, C)
+    skipped = 0
+    if SKIPS:
+        skipped = gl.where(more, end_of_keys(tile.row + C.block_m, tile, n, C) - end, 0)
+        _skip_k(skipped, count, at, W, C)
+        count += skipped
+    i = (done % C.q_buffers) * C.warpgroups + W
+    mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
+    return _scores(i, count, more, at, W, C), count, skipped, end
+
+
+@gluon.jit
+def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
+    """Weights (float32), maximum and sums of the first S, which the right edge crosses."""
+    key = (end - 1) * C.block_n
+    s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
+    m = row_maximum(s)
+    unit = unit_of(terms, C)
+    weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
+    return weights, m, row_sums(weights)
+
+
+@gluon.jit
+def _free_q(done, at: Shared, W: gl.constexpr, C: gl.constexpr):
+    """Hands a buffer of Q back: this tile's, or the one through which the last O has left."""
+    if C.q_buffers == 1:
+        mbarrier.arrive(at.q_empty.index(W), count=1)
+    else:
+        if done > 1:
+            tma.store_wait(0)
+            i = ((done - 2) % C.q_buffers) * C.warpgroups + W
+            mbarrier.arrive(at.q_empty.index(i), count=1)
+
+
+@gluon.jit
+def _row_index(view: View):
+    """Rows of the sequence, and which of them there are."""
+    index = view.row + view.rows
+    return index, index < view.tile.seqlen_q
+
+
+@gluon.jit
+def _store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    index, inside = _row_index(view)
+    tile = view.tile
+    if C.packed_q:  # (H, T_q)
+        start = gl.cast(tile.head, gl.int64) * n.tokens_q + tile.q_start
+    else:
+        start = gl.cast(tile.batch * n.num_heads + tile.head, gl.int64) * n.seqlen_q
+    gl.store(to.lse + start + index, (top + gl.log2(l)) * LN2, mask=inside)
+
+
+@gluon.jit
+def _note_leaks(out, l, view: View, to: Outputs):
+    """Notes rows that are NaN or infinite although their weights are not."""
+    sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
+    _, inside = _row_index(view)
+    leaks = (sums != 0.0) & (l == l) & inside
+    gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
+
+
+@gluon.jit
+def _store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
+    """Stores 64 rows by TMA, which leaves out what lies outside of the tensor."""
+    tile = view.tile
+    row = tile.q_start + view.row
+    place = place_of(tile, C.packed_q)
+    if C.q_buffers > 1:
+        plane(o, 64, C.width_v).store(out)
+        fence_async_shared()
+        tma_store(to.tiles, [place, tile.head, row, 0], o)
+    else:  # in two halves
+        left, right = halves(out)
+        for i in gl.static_range(2):
+            tma.store_wait(0)
+            if i == 0:
+                plane(o, 64, C.width_v // 2).store(left)
+            else:
+                plane(o, 64, C.width_v // 2).store(right)
+            fence_async_shared()
+            tma_store(to.tiles, [place, tile.head, row, i * (C.width_v // 2)], o)
+
+
+@gluon.jit
+def _store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Stores those of 64 rows that belong to the sequence."""
+    LAYOUT: gl.constexpr = out.type.layout
+    WIDTH: gl.constexpr = C.width_v
+    tile = view.tile
+    index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    start = (tile.q_start + index).to(gl.int64) * n.num_heads + tile.head
+    inside = (index < tile.seqlen_q)[:, None] & (columns < C.dim_v)
+    gl.store(to.out + start[:, None] * C.dim_v + columns, out, mask=inside)
+
+
+@gluon.jit
+def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
+    top, l, factor = with_sink(walk.m, l, view.tile.head, unit_of(terms, C), terms, C)
+    _store_lse(top, l, view, to, n, C)
+    inverse = factor / l
+    if C.may_be_empty:
+        inverse = gl.where(l == 0.0, 0.0, inverse)
+    out = walk.acc * gl.convert_layout(inverse, ROWS)[:, None]
+    if C.may_leak:
+        _note_leaks(out, l, view, to)
+    out = out.to(o.dtype)
+    if C.packed_q:
+        if view.row + 64 <= view.tile.seqlen_q:
+            _store_tile(out, o, view, to, C)
+        else:
+            _store_rows(out, view, to, n, C)
+    else:
+        if view.row < n.seqlen_q:
+            _store_tile(out, o, view, to, C)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, at: Shared, n: Sizes,
+    C: gl.constexpr,
+):  # fmt: skip
+    """64 rows of every tile of queries that the CTA draws."""
+    BN: gl.constexpr = C.block_n
+    WIDTH_V: gl.constexpr = C.width_v
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    NEXT: gl.constexpr = (W + 1) % C.warpgroups
+    DTYPE: gl.constexpr = at.q.dtype
+    rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+
+    done = 0  # tiles of queries
+    if C.warpgroups == W + 1:
+        pass_turn(0, C)
+    more, tile = _tile(done, lengths, at, n, C)
+    view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+    s, count, skipped, end = _open(tile, more, 0, done, at, n, W, C)
+    pass_turn(NEXT, C)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release_if(more, count, 0, C)
+    _skip_v(skipped, 0, at, C)
+    weights, m, l = _first_weights(s, end, view, terms, n, C)
+    p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+    walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l)
+
+    # `count` is the K/V tile whose P is ready and whose V is still to come.
+    while more:
+        i = (done % C.q_buffers) * C.warpgroups + W
+        phase = (done // C.q_buffers) & 1
+        start = start_of_keys(view.tile.row, view.tile, n, C)
+        cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
+        full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
+        if C.cuts_two:
+            for j in range(1, cut):
+                key = (end - 1 - j) * BN
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
+                count += 1
+        for j in range(cut, full):
+            key = (end - 1 - j) * BN
+            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, W, C)
+            count += 1
+        if C.has_left:
+            for j in range(full, end - start):
+                key = (end - 1 - j) * BN
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
+                count += 1
+
+        # The last O += P V of this tile and the first S = Q K^T of the next.
+        done += 1
+        _free_q(done, at, W, C)
+        o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
+        if C.q_buffers == 1:  # the next Q comes late: finish this tile first
+            acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
+            _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)
+        more, tile = _tile(done, lengths, at, n, C)
+        following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+        if C.q_buffers == 1:
+            release_if(more, count, 1, C)
+        s, first, skipped, end = _open(tile, more, count + 1, done, at, n, W, C)
+        if C.q_buffers > 1:
+            acc = _product(walk, count, at, C)
+            pass_turn(NEXT, C)
+            s = warpgroup_mma_wait(1, deps=[s])
+        else:
+            pass_turn(NEXT, C)
+            s = warpgroup_mma_wait(0, deps=[s])
+        release_if(more, first, 0, C)
+        weights, m, l = _first_weights(s, end, following, terms, n, C)
+        if C.q_buffers > 1:
+            if C.late:
+                j = (done % C.q_buffers) * C.warpgroups + W
+                mbarrier.wait(at.q_full.index(j), (done // C.q_buffers) & 1, pred=more)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            release_if(more, count, 1, C)
+        _skip_v(skipped, count + 1, at, C)
+        p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+        if C.q_buffers > 1:
+            _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)
+        walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l)
+        view = following
+        count = first
+    tma.store_wait(0)
+    if W == 0:
+        wait_for_turn(0, C)

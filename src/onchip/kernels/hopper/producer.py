@@ -1,0 +1,150 @@
+"""The producer of the Hopper forward: one warp that loads tiles by TMA as slots become free.
+
+Legend: BN rows of a K/V tile, n sizes, C code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.barriers import wait_for_slot
+from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
+from onchip.kernels.hopper.shared import Inputs, Shared, place_of
+from onchip.kernels.hopper.tiles import (
+    Lengths,
+    Sizes,
+    Tile,
+    end_of_keys,
+    post,
+    start_of_keys,
+    tile_at,
+)
+
+
+class Due(NamedTuple):
+    """A K/V tile; for V, one whose K is loaded already."""
+
+    is_due: object
+    key: object
+    head: object
+    batch: object
+    seqlen_k: object
+
+
+@gluon.jit
+def _load_tile(
+    desc, barrier, tiles, slot, key, head, batch, lengths: Lengths, seqlen_k,
+    WIDTH: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Starts to copy BN rows of K or V, from row `key` on, to a slot.
+
+    A page that holds less than a tile is copied by instructions of its own, 64 columns each: in
+    shared memory 64 columns of a tile lie together, row after row.
+    """
+    ROWS: gl.constexpr = C.box[0]
+    mbarrier.expect(barrier, C.block_n * WIDTH * 2)
+    if C.page_size == 0:
+        tma_load(desc, [batch, head, key, 0], barrier, tiles.index(slot))
+    elif C.block_n == ROWS:
+        page = gl.load(lengths.block_table + batch * lengths.stride_table + key // C.page_size)
+        tma_load(desc, [page, head, key % C.page_size, 0], barrier, tiles.index(slot))
+    else:
+        PAGES: gl.constexpr = C.block_n // ROWS
+        PANELS: gl.constexpr = WIDTH // 64
+        NUMBER: gl.constexpr = C.stages * PAGES * PANELS
+        pieces = in_pieces(tiles, desc, NUMBER, ROWS)
+        table = lengths.block_table + batch * lengths.stride_table + key // ROWS
+        for i in gl.static_range(PAGES):
+            # Entries past the last page are not read; a page that does not exist is zeros.
+            page = gl.load(table + i, mask=key + i * ROWS < seqlen_k, other=1 << 30)
+            for j in gl.static_range(PANELS):
+                piece = pieces.index((slot * PANELS + j) * PAGES + i)
+                tma_load(desc, [page, head, 0, j * 64], barrier, piece)
+
+
+@gluon.jit
+def _load_v(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
+    """Loads V's tile number `count - 1`, if it is due, as soon as its slot is free."""
+    if due.is_due:
+        slot = (count - 1) % C.stages
+        wait_for_slot(count - 1, 1, C)
+        _load_tile(source.v, at.v_full.index(slot), at.v, slot, due.key, due.head, due.batch,
+                   source.lengths, due.seqlen_k, C.width_v, C)  # fmt: skip
+
+
+@gluon.jit
+def _load_k(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
+    """Loads K's tile number `count` as soon as its slot is free."""
+    slot = count % C.stages
+    wait_for_slot(count, 0, C)
+    _load_tile(source.k, at.k_full.index(slot), at.k, slot, due.key, due.head, due.batch,
+               source.lengths, due.seqlen_k, C.width, C)  # fmt: skip
+
+
+@gluon.jit
+def _load_q(q_desc, at: Shared, done, tile: Tile, C: gl.constexpr):
+    """Loads each warpgroup's rows of Q as soon as its buffer is free."""
+    buffer = done % C.q_buffers
+    WARPGROUPS: gl.constexpr = C.warpgroups
+    for w in gl.static_range(WARPGROUPS):
+        i = buffer * C.warpgroups + w
+        mbarrier.wait(at.q_empty.index(i), ((done // C.q_buffers) & 1) ^ 1)
+        mbarrier.expect(at.q_full.index(i), 64 * C.width * 2)
+        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + tile.row + w * 64, 0]
+        tma_load(q_desc, place, at.q_full.index(i), at.q.index(i))
+
+
+@gluon.jit
+def _draw(counter, n: Sizes):
+    """The number of a tile that no CTA has taken, or one past the last."""
+    drawn = gl.atomic_add(counter, 1)
+    if drawn == n.num_tiles - 1:  # the launch's last draw: every CTA draws once in vain
+        gl.store(counter, 0)
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def _with_rows(t, source: Inputs, n: Sizes, C: gl.constexpr):
+    """Tile `t`, or the next one drawn that has rows: (its number, the tile)."""
+    tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
+    if C.packed_q:
+        while (t < n.num_tiles) & (tile.row >= tile.seqlen_q):
+            t = _draw(source.counter, n)
+            tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
+    return t, tile
+
+
+@gluon.jit
+def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
+    """Loads what the consumers will read, in their order; V one K/V tile behind K."""
+    done = 0  # tiles of queries
+    count = 0  # K/V tiles
+    due = Due(False, 0, 0, 0, 0)
+    t, tile = _with_rows(gl.program_id(0), source, n, C)
+    if C.is_uneven:
+        post(tile, t < n.num_tiles, done, at.notes, C)
+    while t < n.num_tiles:
+        head = tile.head // n.group
+        batch = place_of(tile, C.packed_k and C.page_size == 0)
+        start = start_of_keys(tile.row, tile, n, C)
+        end = end_of_keys(tile.row + C.block_m, tile, n, C)
+        if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
+            _load_v(source, at, count, due, C)
+            due = Due(False, 0, 0, 0, 0)
+        _load_q(source.q, at, done, tile, C)
+        for i in range(end - start):
+            key = tile.k_start + (end - 1 - i) * C.block_n
+            following = Due(True, key, head, batch, tile.seqlen_k)
+            _load_k(source, at, count, following, C)
+            _load_v(source, at, count, due, C)
+            due = following
+            count += 1
+        done += 1
+        if C.is_uneven:
+            t, tile = _with_rows(_draw(source.counter, n), source, n, C)
+            post(tile, t < n.num_tiles, done, at.notes, C)
+        else:
+            t, tile = _with_rows(t + gl.num_programs(0), source, n, C)
+    _load_v(source, at, count, due, C)

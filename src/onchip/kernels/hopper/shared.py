@@ -1,0 +1,97 @@
+"""Shared memory of the Hopper forward, and what its roles hand to one another.
+
+Legend: B batch, S_q / S_k lengths, H query heads, H_kv key and value heads, D / D_v head
+dimensions, P pages, N page size, BN columns (keys) of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.gluon_names import gl, mbarrier
+from onchip.kernels.hopper.tiles import NOTE_SIZE, Notes, Tile
+
+
+class Shared(NamedTuple):
+    """Shared memory: tiles, and the mbarriers that guard them."""
+
+    q: object  # (q_buffers * warpgroups, 1, 1, 64, D)
+    k: object  # (stages, 1, 1, BN, D)
+    v: object  # (stages, 1, 1, BN, D_v)
+    o: object  # (warpgroups, 1, 1, 64, D_v / 2), or q
+    q_full: object
+    q_empty: object
+    k_full: object
+    v_full: object
+    notes: object  # Notes
+
+
+class Inputs(NamedTuple):
+    """Where tiles come from."""
+
+    q: object  # descriptors of (B, H, S_q, D), (B, H_kv, S_k, D) and (B, H_kv, S_k, D_v);
+    k: object  # B = 1 where sequences are packed, (P, H_kv, N, D) where keys are paged
+    v: object
+    lengths: object  # Lengths
+    counter: object  # of tiles handed out
+
+
+class Outputs(NamedTuple):
+    """Where results go."""
+
+    tiles: object  # descriptor of (B, H, S_q, D_v)
+    out: object  # the same memory
+    lse: object
+    leaks: object
+
+
+@gluon.jit
+def plane(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A (1, 1, rows, columns) tile of shared memory as a matrix."""
+    return tile.reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def place_of(tile: Tile, PACKED: gl.constexpr):
+    """A sequence's index in a descriptor."""
+    if PACKED:
+        return 0
+    else:
+        return tile.batch
+
+
+@gluon.jit
+def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """mbarriers that wait for so many arrivals each."""
+    found = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(found.index(i), count=COUNT)
+    return found
+
+
+@gluon.jit
+def shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
+    NUM_Q: gl.constexpr = C.q_buffers * C.warpgroups
+    NUM_O: gl.constexpr = C.warpgroups
+    STAGES: gl.constexpr = C.stages
+    BN: gl.constexpr = C.block_n
+    WIDTH: gl.constexpr = C.width
+    WIDTH_V: gl.constexpr = C.width_v
+    HALF: gl.constexpr = C.width_v // 2
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [NUM_Q, 1, 1, 64, WIDTH], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, WIDTH], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, WIDTH_V], v_desc.layout)
+    o = q
+    if C.q_buffers == 1:
+        o = gl.allocate_shared_memory(dtype, [NUM_O, 1, 1, 64, HALF], o_desc.layout)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
+    notes = Notes(slots, _barriers(2, 1), _barriers(2, C.warpgroups))
+    return Shared(
+        q, k, v, o,
+        _barriers(NUM_Q, 1), _barriers(NUM_Q, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
+        notes,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Logits, and row statistics of S and P, in registers as wgmma leaves them.
+
+A row of an accumulator lies in four threads, in pairs of columns. Row sums stay apart in the
+four until the end: `l` is (64, 4). Where softcap or ALiBi change S, it is turned into logits of
+base 2 first; else the scale waits for the exponential's own multiplication.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.gluon_names import gl
+from onchip.kernels.hopper.tiles import Sizes, Tile, View
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+class Terms(NamedTuple):
+    """What turns Q K^T into logits; what a call does not have is any pointer."""
+
+    scale: object  # scale * log2(e); with a softcap scale / softcap
+    softcap: object  # softcap * log2(e)
+    slopes: object  # (H,) or (B, H) float32
+    sinks: object  # (H,)
+
+
+@gluon.jit
+def halves(x):
+    """Left and right half of the columns; no data moves."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def row_maximum(s):
+    """(64,): two levels of independent maxima in front of the chain that the compiler makes."""
+    layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    x = s
+    for _ in gl.static_range(2):
+        a, b = halves(x)
+        x = gl.maximum(a, b)
+    return gl.convert_layout(gl.max(x, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def row_sums(p):
+    """(64, 4): what each of a row's four threads holds."""
+    x = p
+    for _ in gl.static_range(2):
+        a, b = halves(x)
+        x = a + b
+    return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scaled_sums(l, factor):
+    """Row sums times a factor for each row."""
+    layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    return l * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def slope_of(terms: Terms, tile: Tile, n: Sizes, C: gl.constexpr):
+    """The ALiBi slope of a tile's head, times log2(e)."""
+    slope = 0.0
+    if C.alibi_dim == 1:
+        slope = gl.load(terms.slopes + tile.head) * LOG2E
+    if C.alibi_dim == 2:
+        slope = gl.load(terms.slopes + tile.batch * n.num_heads + tile.head) * LOG2E
+    return slope
+
+
+@gluon.jit
+def logits(s, key, view: View, terms: Terms, C: gl.constexpr):
+    """S as base 2 logits where softcap or ALiBi ask for that; unchanged where none does."""
+    if C.has_softcap:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which cannot overflow.
+        x = gl.exp2(s * (terms.scale * (2.0 * LOG2E)))
+        s = terms.softcap - (2.0 * terms.softcap) / (x + 1.0)
+    elif C.alibi_dim > 0:
+        s = s * terms.scale
+    if C.alibi_dim > 0:
+        shift = view.tile.seqlen_k - view.tile.seqlen_q
+        place = (view.row + view.rows + (shift - key)).to(gl.float32)
+        s = s - view.slope * gl.abs(place[:, None] - view.columns.to(gl.float32)[None, :])
+    return s
+
+
+@gluon.jit
+def unit_of(terms: Terms, C: gl.constexpr):
+    """What S is still to be multiplied by to be a base 2 logit."""
+    if C.has_softcap or C.alibi_dim > 0:
+        return 1.0
+    else:
+        return terms.scale
+
+
+@gluon.jit
+def base_of(m, GUARDED: gl.constexpr):
+    """What is subtracted from a row of maximum `m`: not -inf, of which -inf - -inf is NaN."""
+    if GUARDED:
+        m = gl.where(m == float("-inf"), 0.0, m)
+    return m
+
+
+@gluon.jit
+def with_sink(m, l, head, unit, terms: Terms, C: gl.constexpr):
+    """Adds exp(sink) to the denominators: (base 2 maximum, denominator, factor on O)."""
+    top = m * unit
+    factor = 1.0
+    if C.has_sinks:
+        sink = gl.cast(gl.load(terms.sinks + head), gl.float32) * LOG2E
+        new = gl.maximum(top, sink)
+        base = base_of(new, True)
+        factor = gl.exp2(top - base)
+        l = l * factor + gl.exp2(sink - base)
+        top = new
+    return top, l, factor

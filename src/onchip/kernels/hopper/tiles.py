@@ -1,0 +1,228 @@
+"""Where the forward's tiles lie, and which keys they see.
+
+The mask is a band aligned to the bottom right corner: with ``shift = S_k - S_q`` query i sees
+key j iff ``i + shift - left <= j <= i + shift + right``. A warpgroup walks its K/V tiles from
+the last to the first. The right edge cuts the last one and, where ``shift + right`` is not a
+multiple of 64, perhaps the one before; the left edge cuts the first ones. All others are seen
+in full and are not masked.
+
+Legend: B batch, S_q / S_k lengths, H query heads, BM / BN rows (queries) and columns (keys) of
+a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.gluon_names import gl, mbarrier
+
+
+class Sizes(NamedTuple):
+    """The run-time numbers of a launch."""
+
+    seqlen_q: object  # longest, where sequences are packed
+    seqlen_k: object
+    tokens_q: object
+    num_heads: object
+    group: object  # query heads of a KV head
+    num_pairs: object  # B * H
+    num_blocks: object  # tiles of one head
+    num_tiles: object
+    heads_per_group: object  # heads that share the L2 cache
+    left: object
+    right: object
+
+
+class Lengths(NamedTuple):
+    """Where sequences lie; what a layout does not have is any pointer."""
+
+    cu_seqlens_q: object  # (B + 1,)
+    cu_seqlens_k: object  # (B + 1,)
+    seqused_k: object  # (B,)
+    block_table: object  # (B, max_pages)
+    stride_table: object
+
+
+class Tile(NamedTuple):
+    """BM queries of one head; positions count from the sequence's own first query and key."""
+
+    row: object  # of the first query
+    head: object
+    batch: object
+    q_start: object  # where the sequence begins in memory
+    k_start: object
+    seqlen_q: object
+    seqlen_k: object
+
+
+class View(NamedTuple):
+    """A warpgroup's rows of a tile, as it looks at the keys."""
+
+    tile: object  # Tile
+    row: object  # of the first query
+    rows: object  # 0 to 63, in the layout of S
+    columns: object  # 0 to BN - 1
+    slope: object  # ALiBi slope * log2(e)
+
+
+class Notes(NamedTuple):
+    """Shared memory through which the producer tells the consumers its tiles."""
+
+    slots: object  # (2 * NOTE_SIZE, 1) int32
+    full: object
+    empty: object
+
+
+NOTE_SIZE = gl.constexpr(8)
+
+
+@gluon.jit
+def _span(cu_seqlens, batch):
+    start = gl.load(cu_seqlens + batch)
+    return start, gl.load(cu_seqlens + batch + 1) - start
+
+
+@gluon.jit
+def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Tile number `t`, which may lie past its sequence's end.
+
+    Where tiles differ in length: groups of heads, in a group the longest tiles first.
+    """
+    if C.is_uneven:
+        group = t // (n.heads_per_group * n.num_blocks)
+        rest = t - group * (n.heads_per_group * n.num_blocks)
+        size = gl.minimum(n.heads_per_group, n.num_pairs - group * n.heads_per_group)
+        block = n.num_blocks - 1 - rest // size
+        pair = group * n.heads_per_group + rest % size
+    else:
+        block = t % n.num_blocks
+        pair = t // n.num_blocks
+    batch = pair // n.num_heads
+    q_start = 0
+    k_start = 0
+    seqlen_q = n.seqlen_q
+    seqlen_k = n.seqlen_k
+    if C.packed_q:
+        q_start, seqlen_q = _span(lengths.cu_seqlens_q, batch)
+    if C.packed_k:
+        k_start, seqlen_k = _span(lengths.cu_seqlens_k, batch)
+        if C.page_size > 0:  # pages have no common start: the offsets only tell lengths
+            k_start = 0
+    if C.has_used:
+        seqlen_k = gl.load(lengths.seqused_k + batch)
+    row = block * C.block_m
+    return Tile(row, pair % n.num_heads, batch, q_start, k_start, seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def post(tile: Tile, more, done, notes: Notes, C: gl.constexpr):
+    """The producer tells the consumers its tile number `done`, or that there is none."""
+    slot = done & 1
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(notes.empty.index(slot), ((done >> 1) & 1) ^ 1)
+    base = slot * NOTE_SIZE
+    notes.slots.index(base).store(gl.full([1], gl.cast(more, gl.int32), gl.int32, layout))
+    notes.slots.index(base + 1).store(gl.full([1], tile.row, gl.int32, layout))
+    notes.slots.index(base + 2).store(gl.full([1], tile.head, gl.int32, layout))
+    notes.slots.index(base + 3).store(gl.full([1], tile.batch, gl.int32, layout))
+    if C.is_ragged:
+        notes.slots.index(base + 4).store(gl.full([1], tile.q_start, gl.int32, layout))
+        notes.slots.index(base + 5).store(gl.full([1], tile.seqlen_q, gl.int32, layout))
+        notes.slots.index(base + 6).store(gl.full([1], tile.seqlen_k, gl.int32, layout))
+    mbarrier.arrive(notes.full.index(slot), count=1)
+
+
+@gluon.jit
+def _number(slot):
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def read(done, n: Sizes, notes: Notes, C: gl.constexpr):
+    """A consumer learns tile number `done`: (whether there is one, the tile)."""
+    slot = done & 1
+    mbarrier.wait(notes.full.index(slot), (done >> 1) & 1)
+    base = slot * NOTE_SIZE
+    more = _number(notes.slots.index(base)) != 0
+    row = _number(notes.slots.index(base + 1))
+    head = _number(notes.slots.index(base + 2))
+    batch = _number(notes.slots.index(base + 3))
+    q_start = 0
+    seqlen_q = n.seqlen_q
+    seqlen_k = n.seqlen_k
+    if C.is_ragged:
+        q_start = _number(notes.slots.index(base + 4))
+        seqlen_q = _number(notes.slots.index(base + 5))
+        seqlen_k = _number(notes.slots.index(base + 6))
+    mbarrier.arrive(notes.empty.index(slot), count=1)
+    return more, Tile(row, head, batch, q_start, 0, seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
+    """K/V tiles up to the last one that a row before `row_end` sees; at least one."""
+    end = tile.seqlen_k
+    if C.has_right:
+        reach = tile.seqlen_k - tile.seqlen_q + n.right
+        end = gl.minimum(row_end + reach, tile.seqlen_k)
+    return gl.maximum((end + C.block_n - 1) // C.block_n, 1)
+
+
+@gluon.jit
+def start_of_keys(row, tile: Tile, n: Sizes, C: gl.constexpr):
+    """The K/V tile with the first key that row `row` and later ones see."""
+    start = 0
+    if C.has_left:
+        start = gl.maximum(row + (tile.seqlen_k - tile.seqlen_q - n.left), 0) // C.block_n
+    return start
+
+
+@gluon.jit
+def num_cut_on_the_right(row, end, tile: Tile, n: Sizes, C: gl.constexpr):
+    """K/V tiles before `end` that the right edge cuts for row `row` or later ones; at least one."""
+    cut = 1
+    if C.cuts_two:
+        reach = tile.seqlen_k - tile.seqlen_q + n.right
+        cut = gl.maximum(end - gl.maximum(row + reach + 1, 0) // C.block_n, 1)
+    return cut
+
+
+@gluon.jit
+def num_before_the_left(row_end, end, tile: Tile, n: Sizes, C: gl.constexpr):
+    """K/V tiles before `end` that the left edge does not cut for any row before `row_end`."""
+    start = 0
+    if C.has_left:
+        first = row_end - 1 + (tile.seqlen_k - tile.seqlen_q - n.left)
+        start = (gl.maximum(first, 0) + C.block_n - 1) // C.block_n
+    return end - start
+
+
+@gluon.jit
+def _opaque(x):
+    """Keeps comparisons behind the wait for S: hoisted, they become packed bits, twice the code."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def masked(s, key, view: View, n: Sizes, LAST: gl.constexpr, C: gl.constexpr):
+    """S (64, BN) with what its rows do not see at -inf.
+
+    `key` is the first of the tile; LAST: it may be the one in which the keys end.
+    """
+    shift = view.tile.seqlen_k - view.tile.seqlen_q
+    columns = view.columns[None, :]
+    if C.has_right:
+        limit = view.row + view.rows + (shift + n.right - key)
+        if C.has_tail and LAST:
+            limit = gl.minimum(limit, view.tile.seqlen_k - 1 - key)
+        s = gl.where(_opaque(limit)[:, None] >= columns, s, float("-inf"))
+    elif C.has_tail and LAST:
+        s = gl.where(key + columns < view.tile.seqlen_k, s, float("-inf"))
+    if C.has_left:
+        limit = view.row + view.rows + (shift - n.left - key)
+        s = gl.where(_opaque(limit)[:, None] <= columns, s, float("-inf"))
+    return s

@@ -1,0 +1,230 @@
+"""The Hopper forward on a GPU under the contract's rule: features, tails, poison, graphs, races.
+
+Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, D / D_v head dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import onchip
+from onchip import reference
+from onchip.kernels import KERNELS
+from tests.portable_cases import Case, build, check
+from tests.tolerance import check_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs sm_90",
+    ),
+]
+BF16, F16 = torch.bfloat16, torch.float16
+RECORD = next(k for k in KERNELS if k.name == "hopper" and k.op.value == "forward")
+
+CASES = {
+    "plain": Case((1024, 1024), (1024, 1024), heads=4, kv_heads=2),
+    "odd": Case((1000,), (777,), heads=4, kv_heads=2),
+    "tiny": Case((3,), (5,)),
+    "causal": Case((1000,), (1000,), heads=4, kv_heads=4, causal=True),
+    "causal_aligned": Case((192, 192), (256, 256), causal=True),
+    "causal_one_row": Case((1, 1), (1409, 1409), heads=8, causal=True),
+    "causal_more_keys": Case((700,), (1500,), causal=True),
+    "causal_more_queries": Case((1500,), (700,), causal=True),
+    "one_row": Case((1, 1), (1400, 1400), heads=8, causal=True),
+    "many": Case((2100,) * 6, (2113,) * 6, heads=12, kv_heads=3, causal=True),
+    "many_full": Case((2100,) * 6, (2113,) * 6, heads=12, kv_heads=3),
+    "right": Case((900,), (1001,), window=(-1, 90), heads=4, kv_heads=2),
+    "window": Case((1000,), (1300,), window=(200, 90)),
+    "window_left": Case((1000,), (1300,), window=(333, -1)),
+    "window_diagonal": Case((1000,), (1300,), window=(0, 0)),
+    "window_more_queries": Case((1300,), (600,), window=(100, 0)),
+    "softcap": Case((600,), (600,), softcap=20.0, causal=True),
+    "softcap_overflow": Case((600,), (600,), softcap=0.5, scale=300.0),
+    "alibi": Case((600, 600), (700, 700), heads=4, alibi=1),
+    "alibi_batch": Case((600, 600), (700, 700), heads=4, alibi=2, causal=True),
+    "sinks": Case((300,), (900,), heads=4, sinks=True, causal=True),
+    "sinks_no_keys": Case((900,), (300,), heads=4, sinks=True, causal=True),
+    "all_terms": Case((600,), (700,), alibi=1, softcap=10.0, sinks=True, window=(250, 40)),
+    "packed": Case((330, 0, 5, 170, 1000), (200, 9, 0, 440, 1000), heads=4, packed=True),
+    "packed_causal": Case((330, 1, 1400), (500, 70, 1400), packed=True, causal=True, sinks=True),
+    "packed_used": Case((330, 800), (200, 410), packed=True, used=True, causal=True),
+    "packed_window": Case((330, 800), (500, 410), packed=True, window=(90, 20), alibi=2),
+    "packed_many": Case(tuple(range(1, 900, 23)), tuple(range(40, 939, 23)), packed=True,
+                        causal=True, heads=8, kv_heads=2),
+    "pages_of_16": Case((500, 3), (1300, 170), page=16, packed=True, causal=True),
+    "pages_of_64": Case((300, 300), (700, 20), page=64, window=(120, 0)),
+    "pages_of_128": Case((300, 200), (900, 500), page=128, packed=True, heads=8, causal=True),
+    "pages_of_256": Case((300, 300), (700, 900), page=256, causal=True, sinks=True),
+    "one_page": Case((30, 30), (77, 90), page=90, causal=True),
+    "dense_used": Case((500, 500), (700, 170), used=True, window=(90, 20)),
+    "dense_used_full": Case((500, 500), (700, 170), used=True),
+}  # fmt: skip
+DIMS = [(64, 64), (128, 128), (256, 256)]
+ODD_DIMS = [(192, 128), (96, 96), (8, 40), (80, 80), (128, 64), (64, 256), (200, 248)]
+
+
+@pytest.fixture(scope="module")
+def forward():
+    return pytest.importorskip("onchip.kernels.hopper.forward")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    """Fills memory that torch.empty hands out with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(forward, case: Case, seed: int = 0) -> None:
+    call = build(case, "cuda", seed)
+    assert not RECORD.rejections(call.problem)
+    check(call, *forward.launch(call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_features(forward, name, dims, dtype):
+    run(forward, replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=dtype))
+
+
+@pytest.mark.parametrize("dims", ODD_DIMS, ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal_more_keys", "packed_causal", "all_terms"])
+def test_head_dimensions(forward, name, dims):
+    run(forward, replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=BF16))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(forward, dim, poison):
+    for case in (Case((700,), (700,), causal=True), Case((700,), (700,), window=(90, 30))):
+        call = build(replace(case, dim=dim, dim_v=dim, dtype=BF16), "cuda")
+        spoilt, (_, _, v) = call.tensors.v, call.sequences[0]
+        for x in (spoilt[0], v):
+            x[300, 0, 3] = x[555, 0] = poison
+        for _ in range(2):  # the first must leave its counters as it found them
+            check(call, *forward.launch(call.problem, call.tensors))
+
+
+def test_strides_of_a_fused_projection_and_gradients():
+    x = torch.randn(2, 333, 3, 4, 64, device="cuda", dtype=BF16)
+    q, k, v = x.unbind(2)
+    assert onchip.explain(q, k, v, causal=True).chosen == "hopper"
+    check_gradients(onchip.attention, q, k, v, causal=True)
+
+
+def test_what_tma_does_not_take_goes_to_the_portable_kernel():
+    q = torch.randn(2, 100, 4, 67, device="cuda", dtype=BF16)[..., 2:66]
+    k = torch.randn(2, 100, 4, 64, device="cuda", dtype=BF16)
+    for _ in range(2):
+        assert onchip.explain(q, k, k).chosen == "portable"
+        out = onchip.attention(q, k, k)
+        torch.testing.assert_close(out, onchip.attention(q.contiguous(), k, k), atol=2e-2, rtol=0)
+
+
+def test_a_cuda_graph_follows_changed_lengths(forward):
+    case = Case((300, 300), (900, 900), used=True, causal=True, dim=64, dim_v=64, dtype=BF16)
+    call = build(case, "cuda")
+    forward.launch(call.problem, call.tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = forward.launch(call.problem, call.tensors)
+    for lengths in ((900, 900), (17, 640)):
+        call.tensors.seqused_k.copy_(torch.tensor(lengths))
+        graph.replay()
+        changed = replace(call.case, lengths_k=lengths)
+        cut = [(q, k[:n], v[:n]) for (q, k, v), n in zip(call.sequences, lengths, strict=True)]
+        check(replace(call, case=changed, sequences=cut), out, lse)
+
+
+@pytest.mark.parametrize("name", ["causal", "plain", "packed_causal"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_ten_thousand_launches_give_the_same_bits(forward, dim, name):
+    call = build(replace(CASES[name], dim=dim, dim_v=dim, dtype=BF16), "cuda")
+    first = forward.launch(call.problem, call.tensors)
+    moved = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(10_000):
+        again = forward.launch(call.problem, call.tensors)
+        moved |= (again[0].view(torch.int16) != first[0].view(torch.int16)).any()
+    assert not moved
+
+
+def test_two_streams_at_once(forward):
+    call = build(Case((900,), (900,), heads=8, causal=True, dim=64, dim_v=64, dtype=BF16), "cuda")
+    want, _ = forward.launch(call.problem, call.tensors)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(forward.launch(call.problem, call.tensors)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in found)
+
+
+def test_outliers_cost_no_more_precision_than_in_flashattention_3(forward):
+    g = torch.Generator("cuda").manual_seed(0)
+    shape = (1, 4096, 8, 128)
+
+    def outlying():
+        rare = torch.rand(shape, generator=g, device="cuda") < 0.001
+        noise = torch.randn(shape, generator=g, device="cuda")
+        return (noise + rare * 10 * torch.randn(shape, generator=g, device="cuda")).half()
+
+    q, k, v = outlying(), outlying(), outlying()
+    out = onchip.attention(q, k, v)
+    want, _ = reference.attention(q, k, v)
+    rmse = (out.double() - want).square().mean().sqrt().item()
+    print(f"RMSE {rmse:.2e}")
+    assert rmse < 1.95e-4
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=4)
+
+
+@st.composite
+def random_cases(draw) -> Case:
+    lengths = draw(LENGTHS)
+    packed = draw(st.booleans())
+    if not packed:
+        lengths = [(max(1, lengths[0][0]), max(1, lengths[0][1])) for _ in lengths]
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return Case(
+        tuple(q for q, _ in lengths),
+        tuple(k for _, k in lengths),
+        heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([64, 128])),
+        dim_v=draw(st.sampled_from([64, 128])),
+        dtype=draw(st.sampled_from([BF16, F16])),
+        packed=packed,
+        used=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        window=(draw(st.sampled_from([-1, 0, 5, 130])), draw(st.sampled_from([-1, 0, 5, 130]))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        alibi=draw(st.sampled_from([0, 0, 1, 2])),
+        sinks=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_problems(forward, part):
+    @hypothesis.seed(part)
+    @settings(max_examples=24, deadline=None, phases=[hypothesis.Phase.generate])
+    @given(random_cases(), st.integers(0, 1000))
+    def check_one(case, data_seed):
+        if sum(case.lengths_q) and max(case.lengths_k):
+            run(forward, case, data_seed)
+
+    check_one()
