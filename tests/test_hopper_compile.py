@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from onchip import kernels
 from onchip.kernels import KERNELS
 from onchip.kernels.hopper.config import Config, choose_forward
 from onchip.problem import Layout, Mask, Op, Problem
@@ -102,6 +103,13 @@ def test_hidden_values_that_are_not_finite_are_looked_for_where_there_are_some(c
 def test_what_it_does_not_take_is_named(changed, reason):
     assert not RECORD.rejections(PROBLEM)
     assert any(reason in why for why in RECORD.rejections(replace(PROBLEM, **changed)))
+
+
+def test_older_tritons_are_named(monkeypatch):
+    monkeypatch.setattr(kernels, "_triton_release", lambda: (3, 5))
+    assert RECORD.rejections(PROBLEM) == ["needs Triton 3.6 or later, not 3.5"]
+    monkeypatch.setattr(kernels, "_triton_release", lambda: None)  # explained where none is
+    assert RECORD.rejections(PROBLEM) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ A file that holds several names them apart; `Kernel.entry` says which is meant.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -146,9 +148,7 @@ def _backward_reasons(problem: Problem) -> list[str]:
 
 
 def _hopper_backward_reasons(problem: Problem) -> list[str]:
-    why = []
-    if problem.arch != "sm_90":
-        why.append(f"needs sm_90, not {problem.arch or 'an unnamed GPU'}")
+    why = _gluon_reasons(problem)
     if problem.seqlen_q == 0 or problem.seqlen_k == 0:
         why.append("needs at least one query and one key")
     return why
@@ -189,10 +189,33 @@ def _decode_reasons(problem: Problem) -> list[str]:
     return []
 
 
-def _hopper_reasons(problem: Problem) -> list[str]:
+_GLUON_RELEASE = (3, 6)  # of Triton; before it Gluon lacks what the Hopper kernels use
+
+
+@functools.lru_cache(1)
+def _triton_release() -> tuple[int, ...] | None:
+    """Major and minor release of the Triton that is installed, without importing it."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _gluon_reasons(problem: Problem) -> list[str]:
+    """Why kernels written in Gluon for Hopper can't run."""
     why = []
     if problem.arch != "sm_90":
         why.append(f"needs sm_90, not {problem.arch or 'an unnamed GPU'}")
+    release = _triton_release()
+    if release is not None and release < _GLUON_RELEASE:
+        found, needed = (".".join(map(str, each)) for each in (release, _GLUON_RELEASE))
+        why.append(f"needs Triton {needed} or later, not {found}")
+    return why
+
+
+def _hopper_reasons(problem: Problem) -> list[str]:
+    why = _gluon_reasons(problem)
     if problem.seqlen_k == 0 or problem.seqlen_q == 0:
         why.append("needs at least one query and one key")
     if problem.scale <= 0:
