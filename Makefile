@@ -1,5 +1,6 @@
 # make demo       a small language model answers through onchip, on this machine
 # make test       every test
+# make test-gpu   the GPU tests, where there is one (about 6 minutes on 16 cores: they compile)
 # make lint       ruff, pyright, import-linter, size report
 # make docs       the site, into build/site
 # make bench-cpu  measures the CPU kernels and renews README's tables
@@ -9,6 +10,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 WORKERS ?= 2
+GPU_WORKERS ?= 12
 # Where PyTorch's builds without CUDA lie; used on machines without an NVIDIA GPU.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0
@@ -20,7 +22,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: demo test lint docs bench-cpu clean
+.PHONY: demo test test-gpu lint docs bench-cpu clean
 .NOTPARALLEL:
 
 # OpenMP's threads wait by spinning, which starves them where something else runs: decode on two
@@ -30,6 +32,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n $(WORKERS)
+
+# A fault on the GPU spoils a process's later tests: run a failing file alone before believing it.
+test-gpu: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(GPU_WORKERS) --dist worksteal tests/gpu
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
