@@ -181,7 +181,7 @@ def test_the_record_takes_few_queries_and_comes_before_the_forward():
     call = build(replace(CASES["several"], dtype=torch.float16))
     assert dispatch.choose(_on_gpu(call)).name == "decode"
     assert dispatch.choose(_on_gpu(call, num_splits=5)).name == "decode"
-    assert dispatch.choose(_on_gpu(call, seqlen_q=17, tokens_q=34)).name == "portable"
+    assert dispatch.choose(_on_gpu(call, seqlen_q=17, tokens_q=34)).name == "hopper"
     assert MAX_DECODE_SPLITS == decode_config.MAX_SPLITS
     why = dispatch.rejections(_on_gpu(call, seqlen_q=17))["decode"]
     assert why == ["takes S_q up to 16, not 17"]
