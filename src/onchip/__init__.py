@@ -10,13 +10,15 @@ from onchip.api import (
 )
 from onchip.blocks import block_list
 from onchip.dispatch import Explanation, NoKernelError
+from onchip.fp8 import FP8QKV, quantize_qkv
 from onchip.mods import BlockList, MaskMod, ScoreMod
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (plain order)
     "BlockList",
     "Explanation",
+    "FP8QKV",
     "MaskMod",
     "NoKernelError",
     "ScoreMod",
@@ -26,5 +28,6 @@ __all__ = [
     "block_list",
     "explain",
     "merge_states",
+    "quantize_qkv",
     "store_kvcache",
 ]

@@ -23,17 +23,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onchip import cache_ops, dispatch, ops, prepare, repeats, validate
+from onchip import cache_ops, dispatch, fp8, ops, prepare, repeats, validate
 from onchip.dispatch import Explanation
+from onchip.fp8 import FP8QKV
 from onchip.mods import MaskMod, ScoreMod
 from onchip.prepare import CacheArguments, Options, mods_of
-from onchip.problem import Op, Problem, Tensors
+from onchip.problem import Op, Problem
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | FP8QKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
@@ -54,7 +55,8 @@ def attention(
     Differentiable in q, k, v and sinks, through the output and the LSE.
 
     Args:
-        q: (B, S_q, H, D); float16, bfloat16, float32 or (CPU) float64.
+        q: (B, S_q, H, D); float16, bfloat16, float32 or (CPU) float64. Or an `FP8QKV`, which
+            holds k and v too; it has no gradient.
         k: (B, S_k, H_kv, D), q's dtype; H_kv divides H, query head h reads h // (H // H_kv).
         v: (B, S_k, H_kv, D_v), q's dtype.
         causal: query i sees key j iff j <= i + S_k - S_q.
@@ -90,15 +92,15 @@ def attention(
     """
     run = (return_lse, deterministic, num_splits, kernel, dropout_p)
     options = Options(causal, window, scale, softcap, *run)
-    tensors = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    out, lse = ops.attention(*prepare.dense(tensors, options, mods_of(score_mod, mask_mod)))
+    tensors = fp8.tensors_of(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
+    out, lse = ops.attention(*fp8.dense(tensors, options, mods_of(score_mod, mask_mod)))
     return (out, lse) if return_lse else out
 
 
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | FP8QKV,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
@@ -126,7 +128,7 @@ def attention_varlen(
     own, causal aligned to its own bottom right corner. Lengths of 0 are allowed.
 
     Args:
-        q: (T_q, H, D).
+        q: (T_q, H, D), or an `FP8QKV` of packed sequences, which holds k and v too.
         k: (T_k, H_kv, D), or pages (P, N, H_kv, D) with block_table.
         v: (T_k, H_kv, D_v), or pages (P, N, H_kv, D_v).
         cu_seqlens_q: (B + 1,) int32, starts at 0, ends at T_q.
@@ -152,7 +154,7 @@ def attention_varlen(
     """
     run = (return_lse, deterministic, num_splits, kernel, dropout_p)
     options = Options(causal, window, scale, softcap, *run)
-    tensors = Tensors(
+    tensors = fp8.tensors_of(
         q,
         k,
         v,
@@ -164,7 +166,7 @@ def attention_varlen(
         sinks=sinks,
     )
     mods = mods_of(score_mod, mask_mod)
-    out, lse = ops.attention(*prepare.varlen(tensors, max_seqlen_q, max_seqlen_k, options, mods))
+    out, lse = ops.attention(*fp8.varlen(tensors, max_seqlen_q, max_seqlen_k, options, mods))
     return (out, lse) if return_lse else out
 
 
@@ -370,5 +372,5 @@ def _prepare(call, given: dict, options: Options) -> prepare.Call:
     mods = mods_of(given.pop("score_mod"), given.pop("mask_mod"))
     if call is attention_varlen:
         longest = (given.pop("max_seqlen_q"), given.pop("max_seqlen_k"))
-        return prepare.varlen(Tensors(**given), *longest, options, mods)
-    return prepare.dense(Tensors(**given), options, mods)
+        return fp8.varlen(fp8.tensors_of(**given), *longest, options, mods)
+    return fp8.dense(fp8.tensors_of(**given), options, mods)

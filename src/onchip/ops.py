@@ -23,7 +23,16 @@ from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
-from onchip.problem import Op, Params, Problem, Saved, Tensors, needs_copy, unaligned
+from onchip.problem import (
+    Op,
+    Params,
+    Problem,
+    Saved,
+    Tensors,
+    dim_v_of,
+    needs_copy,
+    unaligned,
+)
 
 NAMESPACE = "onchip"
 
@@ -31,13 +40,13 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? block_table, Tensor? seqused_k, Tensor? leftpad_k, Tensor? alibi_slopes, "
     "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? dropout_rng, "
-    "Tensor[] score_aux, Tensor[] mask_aux, Tensor[] block_list"
+    "Tensor[] score_aux, Tensor[] mask_aux, Tensor[] block_list, Tensor[] scales"
 )
 _PARAMS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, "
     "float scale, float softcap, bool deterministic, SymInt num_splits, str kernel, "
     'float dropout_p=0.0, str score_mod="", str mask_mod="", bool aux_grad=False, '
-    "SymInt block_q=0, SymInt block_k=0"
+    'SymInt block_q=0, SymInt block_k=0, str out_dtype=""'
 )
 _INPUT_NAMES = tuple(f.name for f in fields(Tensors))
 _NUM_INPUTS = len(_INPUT_NAMES)
@@ -147,9 +156,12 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _new_outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    return out, q.new_empty(_lse_shape(q, packed), dtype=_lse_dtype(q))
+def _new_outputs(t: Tensors, params: Params) -> tuple[Tensor, Tensor]:
+    q = t.q
+    dtype = getattr(torch, params.out_dtype) if params.out_dtype else q.dtype
+    out = q.new_empty(*q.shape[:-1], dim_v_of(t), dtype=dtype)
+    shape = _lse_shape(q, t.cu_seqlens_q is not None)
+    return out, q.new_empty(shape, dtype=_lse_dtype(q))
 
 
 def _attn_forward(*args) -> tuple[Tensor, Tensor]:
@@ -171,7 +183,7 @@ def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tenso
             memo.forward = found
     problem, launch, _ = found
     if tensors.q.numel() == 0:
-        return _new_outputs(tensors.q, tensors.v, tensors.cu_seqlens_q is not None)
+        return _new_outputs(tensors, params)
     with without_autocast(problem.device):
         out, lse = launch(problem, _readable(tensors))
     return out.contiguous(), lse.contiguous()
@@ -209,8 +221,8 @@ def _zero_gradients(tensors: Tensors, lse: Tensor, dlse: Tensor | None):
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsinks
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, *rest):
-    return _new_outputs(q, v, cu_seqlens_q is not None)
+def _fake_forward(*args):
+    return _new_outputs(Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:]))
 
 
 def _fake_backward(dout, dlse, out, lse, *args):
@@ -286,7 +298,7 @@ def _inputs(given: Sequence, counts: Sequence[int], aux: Sequence) -> tuple:
     first, second = counts[0], counts[0] + counts[1]
     lists = list(aux[:first]), list(aux[first:second]), list(aux[second:])
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, None, alibi_slopes, sinks)
-    return (*tensors, None, None, dropout_rng, *lists)
+    return (*tensors, None, None, dropout_rng, *lists, [])
 
 
 def needs_grad(tensors: Tensors) -> bool:
@@ -346,6 +358,7 @@ def attention(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tens
             t.score_aux,
             t.mask_aux,
             t.block_list,
+            t.scales,
             *params,
         )
     if not torch.compiler.is_compiling() and not t.q.is_meta:

@@ -140,6 +140,7 @@ class Problem:
         mask_mod: key of the user's mask function; empty for none.
         aux_grad: whether the score function's own tensors want gradients.
         block_list: queries and keys of a block of the mask function's list; empty without one.
+        out_dtype: name of the output's dtype where it is not q's; empty where it is.
     """
 
     op: Op
@@ -176,6 +177,7 @@ class Problem:
     mask_mod: str = ""
     aux_grad: bool = False
     block_list: tuple[int, ...] = ()
+    out_dtype: str = ""
 
     @classmethod
     def of(cls, op: Op, tensors: Tensors, params: Params) -> Problem:
@@ -202,7 +204,7 @@ class Problem:
             num_heads=q.shape[-2],
             num_kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
-            head_dim_v=tensors.v.shape[-1],
+            head_dim_v=dim_v_of(tensors),
             mask=Mask(params.window_left, params.window_right),
             scale=params.scale,
             softcap=params.softcap,
@@ -222,6 +224,7 @@ class Problem:
             mask_mod=params.mask_mod,
             aux_grad=params.aux_grad,
             block_list=(params.block_q, params.block_k) if tensors.block_list else (),
+            out_dtype=params.out_dtype,
         )
 
     @property
@@ -304,6 +307,8 @@ class Tensors:
         block_list: int32 tensors that name the tiles to visit: counts (B or 1, H or 1, blocks)
             and indices (..., most) of key blocks for each query block, then the same of query
             blocks for each key block; or none. Each list ascends.
+        scales: of float8 q, k and v, each (B, H or H_kv, blocks), see `kernels.fp8_layout`; none
+            otherwise. v is then (B, H_kv, D_v, columns) or (H_kv, D_v, columns).
     """
 
     q: torch.Tensor
@@ -322,6 +327,7 @@ class Tensors:
     score_aux: Sequence[torch.Tensor] = ()
     mask_aux: Sequence[torch.Tensor] = ()
     block_list: Sequence[torch.Tensor] = ()
+    scales: Sequence[torch.Tensor] = ()
 
 
 class Params(NamedTuple):
@@ -343,6 +349,7 @@ class Params(NamedTuple):
         aux_grad: whether `Tensors.score_aux` want gradients.
         block_q: queries of a block of `Tensors.block_list`.
         block_k: keys of a block.
+        out_dtype: name of the output's dtype; empty for q's.
     """
 
     max_seqlen_q: int
@@ -360,6 +367,7 @@ class Params(NamedTuple):
     aux_grad: bool = False
     block_q: int = 0
     block_k: int = 0
+    out_dtype: str = ""
 
 
 @dataclass(slots=True)
@@ -436,6 +444,11 @@ class NewTokens:
             self.k_scale,
             self.v_scale,
         )
+
+
+def dim_v_of(tensors: Tensors) -> int:
+    """D_v; float8 values have their keys in the last dimension."""
+    return tensors.v.shape[-2 if tensors.scales else -1]
 
 
 def needs_copy(x: torch.Tensor) -> bool:

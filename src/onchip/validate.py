@@ -84,7 +84,14 @@ def index_tensor(
 
 
 def queries_and_keys(
-    q: Any, k: Any, v: Any, rank_q: int, rank_k: int, names=("k", "v"), cache: bool = False
+    q: Any,
+    k: Any,
+    v: Any,
+    rank_q: int,
+    rank_k: int,
+    names=("k", "v"),
+    cache: bool = False,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
 ) -> None:
     """Requires q, k, v that fit each other in type, rank, heads, head dimension and device.
 
@@ -93,11 +100,12 @@ def queries_and_keys(
         rank_q, rank_k: dimensions that each must have.
         names: what the user calls k and v.
         cache: whether k and v are a cache (pages, or rows of S_max tokens).
+        dtypes: of q.
     """
     for name, x in zip(("q", *names), (q, k, v), strict=True):
         tensor(name, x)
-    if q.dtype not in FLOATS:
-        allowed = ", ".join(_name(d) for d in FLOATS)
+    if q.dtype not in dtypes:
+        allowed = ", ".join(_name(d) for d in dtypes)
         reject("q", f"dtype {_name(q.dtype)}", allowed, "Use q.to(torch.bfloat16).", TypeError)
     legend_k = "(P, N, H_kv, D) or (B, S_max, H_kv, D)" if cache else _RANKS[rank_k]
     rank("q", q, rank_q, _RANKS[rank_q])
@@ -293,17 +301,8 @@ def varlen_shapes(t: Tensors) -> None:
     if paged:
         tensor("block_table", t.block_table)
     queries_and_keys(t.q, t.k, t.v, 3, 4 if paged else 3, cache=paged)
-    index_tensor("cu_seqlens_q", t.cu_seqlens_q, t.q, (-1,), "(B + 1,)")
-    assert t.cu_seqlens_q is not None
-    offsets = t.cu_seqlens_q.shape[0]
-    if offsets == 0:
-        reject("cu_seqlens_q", "no entries", "(B + 1,)", "An empty batch is [0].")
-    if t.cu_seqlens_k is not None:
-        index_tensor("cu_seqlens_k", t.cu_seqlens_k, t.q, (offsets,), "(B + 1,)")
-    elif not paged:
-        fix = "Only paged keys with seqused_k go without it."
-        reject("cu_seqlens_k", None, "(B + 1,) int32", fix, TypeError)
-    elif t.seqused_k is None:
+    offsets = varlen_offsets(t)
+    if t.cu_seqlens_k is None and t.seqused_k is None:
         fix = "Paged keys need their lengths from one of the two."
         reject("cu_seqlens_k", "None, and no seqused_k", "one of the two", fix, TypeError)
     if paged:
@@ -311,6 +310,21 @@ def varlen_shapes(t: Tensors) -> None:
         _page_size("k", t.k)
     if t.seqused_k is not None:
         index_tensor("seqused_k", t.seqused_k, t.q, (offsets - 1,), "(B,)")
+
+
+def varlen_offsets(t: Tensors) -> int:
+    """Requires offsets of packed sequences; returns how many there are."""
+    index_tensor("cu_seqlens_q", t.cu_seqlens_q, t.q, (-1,), "(B + 1,)")
+    assert t.cu_seqlens_q is not None
+    offsets = t.cu_seqlens_q.shape[0]
+    if offsets == 0:
+        reject("cu_seqlens_q", "no entries", "(B + 1,)", "An empty batch is [0].")
+    if t.cu_seqlens_k is not None:
+        index_tensor("cu_seqlens_k", t.cu_seqlens_k, t.q, (offsets,), "(B + 1,)")
+    elif t.block_table is None:
+        fix = "Only paged keys with seqused_k go without it."
+        reject("cu_seqlens_k", None, "(B + 1,) int32", fix, TypeError)
+    return offsets
 
 
 def _page_size(name: str, cache: Tensor) -> None:
@@ -341,13 +355,15 @@ def cache_shapes(c) -> None:
     _new_tokens(c, batch)
 
 
-def no_gradient(**tensors: Tensor | None) -> None:
-    """Requires that no gradient is asked of a call over a cache."""
+_TRAINS = "Call it under torch.no_grad(); attention_varlen over packed keys trains."
+
+
+def no_gradient(fix: str = _TRAINS, **tensors: Tensor | None) -> None:
+    """Requires that no gradient is asked of a call that has none."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            fix = "Call it under torch.no_grad(); attention_varlen over packed keys trains."
             reject(name, "a tensor that requires a gradient", "one that does not", fix)
 
 
@@ -401,18 +417,22 @@ def _rotary(c) -> None:
     if c.q.shape[1] > c.k.shape[1]:
         got, allowed = f"S_q = {c.q.shape[1]}", f"at most S_new = {c.k.shape[1]} with rotary_cos"
         reject("q", got, allowed, "Each rotated query stands at the position of a new key.")
-    for name in ("rotary_cos", "rotary_sin"):
-        x = getattr(c, name)
+    rotary_tables(c.rotary_cos, c.rotary_sin, c.q)
+
+
+def rotary_tables(cos: Any, sin: Any, q: Tensor) -> None:
+    """Requires tables of cosines and sines that fit q and each other."""
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         tensor(name, x)
         rank(name, x, 2, "(S_max, rotary_dim / 2)")
-        same_device(name, x, c.q)
+        same_device(name, x, q)
         if x.dtype not in FLOATS:
             reject(name, f"dtype {_name(x.dtype)}", "a float dtype", "Cast it.", TypeError)
-        if not 1 <= x.shape[1] <= c.q.shape[-1] // 2:
-            allowed = f"rotary_dim / 2 from 1 to D / 2 = {c.q.shape[-1] // 2}"
+        if not 1 <= x.shape[1] <= q.shape[-1] // 2:
+            allowed = f"rotary_dim / 2 from 1 to D / 2 = {q.shape[-1] // 2}"
             reject(name, _shape(x), allowed, "rotary_dim may be less than D, not more.")
-    if c.rotary_cos.shape != c.rotary_sin.shape:
-        got, allowed = _shape(c.rotary_sin), f"rotary_cos's {tuple(c.rotary_cos.shape)}"
+    if cos.shape != sin.shape:
+        got, allowed = _shape(sin), f"rotary_cos's {tuple(cos.shape)}"
         reject("rotary_sin", got, allowed, "Both tables cover the same positions.")
 
 

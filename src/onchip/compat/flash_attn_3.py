@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from onchip import api, validate
+from onchip.compat import float8
 from onchip.compat.spelling import (
     cache_lengths,
     check_parts,
@@ -44,15 +45,16 @@ __all__ = [  # noqa: RUF022 (the library's order)
     "flash_attn_combine",
 ]
 
-_FP8_ONLY = "it belongs to float8 inputs, which raise too"
+_FLOAT8 = "(B, H_kv), with float8_e4m3fn inputs; elsewhere it raises"
 _SCALE = "float8_e4m3fn caches under 16-bit q; (B, H_kv), one row expanded (stride 0) if B > 1"
 # For the table in docs/compat.md; see `onchip.compat.flash_attn`.
 STATUS = {
-    "q": ("supported", "float8 raises; float32 and float64 too, where a kernel takes them"),
+    "q": ("supported", "float8_e4m3fn (no gradient), 16-bit, float32, float64"),
     "qv": ("raises", "two-part scores (MLA) are not here"),
-    "q_descale": ("raises", _FP8_ONLY),
-    "k_descale": ("raises", _FP8_ONLY),
-    "v_descale": ("raises", _FP8_ONLY),
+    "q_descale": ("supported", _FLOAT8),
+    "k_descale": ("supported", _FLOAT8),
+    "v_descale": ("supported", _FLOAT8),
+    "flash_attn_with_kvcache.q_descale": ("raises", "float8 queries over a cache raise too"),
     "flash_attn_with_kvcache.k_descale": ("supported", _SCALE),
     "flash_attn_with_kvcache.v_descale": ("supported", "as k_descale"),
     "window_size": ("supported", "-1 is unbounded; numbers below raise"),
@@ -112,12 +114,14 @@ def flash_attn_func(
     """`onchip.attention` as FlashAttention-3 spells it.
 
     Args:
-        q: (B, S_q, H, D).
+        q: (B, S_q, H, D); float8_e4m3fn too, k and v alike, then the output is bfloat16.
         k: (B, S_k, H_kv, D).
         v: (B, S_k, H_kv, D_v).
         softmax_scale: factor on Q K^T; D ** -0.5 when None.
         causal: query i sees key j iff j <= i + S_k - S_q.
-        qv, q_descale, k_descale, v_descale: not supported; None.
+        qv: not supported; None.
+        q_descale, k_descale, v_descale: (B, H_kv) float32, what float8 inputs stand for is
+            q * q_descale; None for 1.
         window_size: (left, right), inclusive, -1 unbounded.
         attention_chunk: not supported; 0.
         softcap: softcap * tanh(S / softcap); 0 for none.
@@ -133,8 +137,9 @@ def flash_attn_func(
         ValueError, TypeError: for an argument out of its range, naming it.
         NotImplementedError: for what is not supported, or if no kernel takes the problem.
     """
-    _refuse(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse_float8(q)
+    _refuse(qv, attention_chunk)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    q, k, v = float8.inputs(q, k, v, descales)
     out, lse = api.attention(
         q,
         k,
@@ -199,9 +204,11 @@ def flash_attn_varlen_func(
         ValueError, TypeError: for an argument out of its range, naming it.
         NotImplementedError: for what is not supported, or if no kernel takes the problem.
     """
-    _refuse(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(qv, attention_chunk)
     refuse_given("Shorten cu_seqlens_q and q instead.", seqused_q=seqused_q)
-    _refuse_float8(q)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    q, k, v = float8.inputs(q, k, v, descales, **lengths)
     out, lse = api.attention_varlen(
         q,
         k,

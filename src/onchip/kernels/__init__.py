@@ -324,6 +324,18 @@ KERNELS: tuple[Kernel, ...] = (
         **_PORTABLE_LIMITS,
     ),
     Kernel(
+        name="fp8_emulated",
+        op=Op.FORWARD,
+        module="onchip.kernels.fp8_emulated",
+        entry="launch",
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=(torch.float8_e4m3fn,),
+        layouts=frozenset({_DENSE, _PACKED}),
+        max_head_dim=1024,
+        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+        summary="float8's arithmetic in torch: slow, as exact as the fast kernels",
+    ),
+    Kernel(
         name="cpu",
         op=Op.STORE,
         module="onchip.kernels.cpu_cache",
