@@ -163,6 +163,9 @@ def decode_buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
     spread = not warpgroups and config.rows < 16 * config.num_warps
     if (spread and not config.groups) or problem.kv_dtype.itemsize < itemsize:
         buffers["p"] = config.rows * config.block_n * itemsize
+    if config.groups and problem.kv_dtype.itemsize < itemsize:
+        # Float8 values become 16-bit before they change places.
+        buffers["v, widened"] = d_v * config.block_n * itemsize
     return buffers
 
 
