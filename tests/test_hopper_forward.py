@@ -154,6 +154,7 @@ def test_a_call_is_replayed_only_where_its_addresses_came_twice(monkeypatch):
     found = _resolved(call, out)
     assert _resolved(call, out) is found
     found.described(tensors.q, tensors.k, tensors.v, out)
+    assert found._first is None  # the first call's tensors are not kept alive
     for addresses, known in (((1, 2), False), ((3, 4), False), ((1, 2), False), ((1, 2), True)):
         assert found.replay(addresses) is known
         found.remember(addresses, [(found.launch, addresses)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,3 +147,44 @@ def test_the_fields_of_new_tokens_come_in_the_kernels_order():
     q = torch.zeros(1)
     new = NewTokens(*[q + i for i in range(len(names))])
     assert [int(x) for x in new.tensors] == list(range(len(names)))
+
+
+def test_grad_mode_is_part_of_what_is_asked():
+    with torch.no_grad():
+        without = repeats.asked(given(), NUMBERS)
+    assert without.key != repeats.asked(given(), NUMBERS).key
+
+
+def test_threads_do_not_come_between_an_append_and_its_reader():
+    """Scratch memory of a stream holds one call's lengths."""
+    scratch, wrong = [None], []
+
+    class Append:
+        is_ready = True
+
+        def __call__(self, places):
+            scratch[0] = places[0]
+            time.sleep(1e-4)  # as Triton's launcher does, it lets others run
+            return None, None, places[0]
+
+    class Reader:
+        is_ready = True
+
+        def __call__(self, q, places):
+            time.sleep(1e-4)
+            wrong.append(scratch[0] != places[0])
+            return q, None
+
+    guards = repeats._guards([torch.zeros(1)])
+    repeat = repeats.Repeat(guards, Reader(), (3, 0), None, Append(), (0, 1))
+
+    def run(number):
+        for _ in range(20):
+            repeat(None, [number, 0, 0, number])
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(wrong) == 80 and not any(wrong)

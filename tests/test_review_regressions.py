@@ -97,3 +97,64 @@ def test_a_gpu_is_named_by_a_string():
 
     with pytest.raises(TypeError, match="gpu: got int; allowed: a name"):
         Hardware.named(3)  # type: ignore[arg-type]
+
+
+def dense_cache(batch: int):
+    """q, caches and lengths of a decode over a dense cache, without a table."""
+    q, cache = torch.randn(batch, 1, 2, 16), torch.randn(batch, 8, 2, 16)
+    return q, cache, cache.clone(), torch.full((batch,), 5, dtype=torch.int32)
+
+
+def decoded(q, k_cache, v_cache, lengths, **new):
+    return onchip.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **new)
+
+
+def test_a_dense_cache_is_traced_after_a_real_call():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    decoded(*dense_cache(3))
+    with FakeTensorMode():
+        out = decoded(*dense_cache(3))
+    assert out.shape == (3, 1, 2, 16)
+    for mode in ("fake", "symbolic"):
+        # A function without **new, whose arguments make_fx counts.
+        traced = make_fx(lambda q, k, v, n: decoded(q, k, v, n), tracing_mode=mode)(*dense_cache(3))
+        given = dense_cache(3)
+        assert torch.equal(traced(*given), decoded(*given))
+
+
+def test_batches_of_a_dense_cache_share_a_graph():
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = CompileCounter()
+    call = torch.compile(decoded, backend=graphs, dynamic=True)
+    for batch in range(2, 7):
+        call(*dense_cache(batch))
+    assert graphs.frame_count <= 2
+
+
+def test_tensors_are_explained_for_a_gpu_that_reads_them_by_tma():
+    odd = torch.randn(1, 128, 2, 65, dtype=torch.bfloat16)[..., 1:]
+    few = torch.randn(1, 128, 1, 64, dtype=torch.bfloat16).expand(1, 128, 2, 64)
+    for x in (odd, few):
+        assert onchip.explain(x, x, x).on("H200").chosen == "portable"
+        y = x.contiguous()
+        assert onchip.explain(y, y, y).on("H200").chosen == "hopper"
+
+
+def test_parameters_are_launched_by_their_address():
+    pytest.importorskip("triton")
+    from onchip.kernels.launcher import Launch
+
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    assert Launch(None, (1,), -1)._flat((sinks, 3, None)) == [sinks.data_ptr(), 3, None]
+
+
+def test_an_append_past_the_dispatcher_is_seen_by_autograd():
+    q, k_cache, v_cache, lengths = dense_cache(2)
+    new = torch.randn(2, 1, 2, 16)
+    saved = torch.ones_like(k_cache, requires_grad=True) * k_cache
+    decoded(q, k_cache, v_cache, lengths, k=new, v=new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()

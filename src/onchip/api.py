@@ -248,6 +248,8 @@ def attention_with_kvcache(
         repeat = repeats.find(asked)
         if repeat is not None and asked is not None:
             out, lse = repeat(q, asked.places)
+            if repeat.appends:
+                cache_ops.mark_written(k_cache, v_cache)
             return (out, lse) if return_lse else out  # type: ignore[return-value]
     options = Options(causal, window, scale, softcap, *run)
     arguments = CacheArguments(*given)

@@ -85,9 +85,18 @@ def append(new: NewTokens) -> tuple[Tensor, Tensor]:
         new.k_cache, new.v_cache: the slots of the new tokens.
     """
     if ops.is_plain(new.q, new.k, new.v, new.k_cache, new.v_cache):
-        return _append(new)
+        found = _append(new)
+        mark_written(new.k_cache, new.v_cache)
+        return found
     q, lengths = append_op(*new.tensors, new.interleaved, new.in_order)
     return (new.q if new.rotary_cos is None else q), lengths
+
+
+def mark_written(*caches: Tensor) -> None:
+    """Tells autograd that kernels wrote to these, past torch's dispatcher."""
+    for cache in caches:
+        if not cache.is_inference():
+            torch.autograd.graph.increment_version(cache)
 
 
 def _append(new: NewTokens) -> tuple[Tensor, Tensor]:

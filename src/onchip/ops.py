@@ -383,6 +383,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
         return None
+    if forward_ad._current_level >= 0:
+        return None
     if outs[0].shape[-1] > _MAX_MERGED_DIM:
         return None
     from onchip.kernels.portable import merge as kernel

@@ -361,19 +361,25 @@ def _as_block_table(c: CacheArguments) -> Tensor:
 
 def _every_row(batch: int, device: torch.device) -> Tensor:
     """Rows 0 to B - 1 as a table; kept where that is no part of a graph being recorded."""
-    found = _rows.get((batch, device))
-    if found is not None and not torch.compiler.is_compiling():
-        return found
-    table = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if type(table) is Tensor and not capturing and not torch.compiler.is_compiling():
+    if device.type != "cuda" or torch.compiler.is_compiling() or type(batch) is not int:
+        return _new_rows(batch, device)
+    if torch._C._len_torch_dispatch_stack() > 0 or torch.cuda.is_current_stream_capturing():
+        return _new_rows(batch, device)
+    # Another stream might read it before this one has written it.
+    key = (batch, device, torch.cuda.current_stream(device).cuda_stream)
+    found = _rows.get(key)
+    if found is None:
         if len(_rows) >= _MAX_CHECKED:
             _rows.clear()
-        _rows[batch, device] = table
-    return table
+        found = _rows[key] = _new_rows(batch, device)
+    return found
 
 
-_rows: dict[tuple[int, torch.device], Tensor] = {}
+def _new_rows(batch: int, device: torch.device) -> Tensor:
+    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+
+
+_rows: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def per_head(scale: Tensor | None, cache: Tensor) -> Tensor | None:

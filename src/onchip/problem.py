@@ -134,7 +134,7 @@ class Problem:
         deterministic: whether gradients must be bitwise equal from run to run.
         num_splits: splits of the keys; 0 lets the kernel choose.
         copies: names of inputs that are copied first, since their last stride is not 1.
-        unaligned: names of inputs on a GPU that TMA can't read in place, see `is_unaligned`.
+        unaligned: names of inputs that TMA couldn't read in place, see `is_unaligned`.
         dropout_p: probability that an entry of P is dropped; 0 for none.
         score_mod: key of the user's score function (`onchip.mods`); empty for none.
         mask_mod: key of the user's mask function; empty for none.
@@ -218,7 +218,7 @@ class Problem:
             deterministic=params.deterministic,
             num_splits=params.num_splits,
             copies=tuple(name for name, x in inputs.items() if needs_copy(x)),
-            unaligned=unaligned(tensors),
+            unaligned=_unaligned_names(tensors),
             dropout_p=params.dropout_p,
             score_mod=params.score_mod,
             mask_mod=params.mask_mod,
@@ -477,8 +477,11 @@ def is_unaligned(x: torch.Tensor) -> bool:
 
 def unaligned(tensors: Tensors) -> tuple[str, ...]:
     """`Problem.unaligned` of a call."""
-    if not tensors.q.is_cuda:
-        return ()
+    return _unaligned_names(tensors) if tensors.q.is_cuda else ()
+
+
+def _unaligned_names(tensors: Tensors) -> tuple[str, ...]:
+    """The same on any device: a CPU's tensors may be explained for a GPU."""
     return tuple(name for name in ("q", "k", "v") if is_unaligned(getattr(tensors, name)))
 
 

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from onchip import cache_ops, env, ops
 from onchip.problem import NewTokens, Op, Tensors
+from onchip.together import TOGETHER
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -32,7 +33,7 @@ except ImportError:  # no call is repeated then
     TensorGuards = None
 
 _Q, _SEQLENS, _TABLE, _BATCH_IDX = 0, 3, 4, 10  # places among `prepare.CacheArguments`
-_MAX_KEPT = 4096  # a bound on memory for servers whose shapes never repeat
+_MAX_KEPT = 512  # a bound on memory for servers whose shapes never repeat: up to 1 MiB each
 _MAX_ALIKE = 8  # calls with one key, which are told apart one by one
 
 
@@ -59,6 +60,11 @@ class Repeat:
         self._new = itemgetter(*new) if new else None
 
     @property
+    def appends(self) -> bool:
+        """Whether the call writes to its cache."""
+        return self._append is not None
+
+    @property
     def is_ready(self) -> bool:
         """Whether launches may take addresses now: no profiler listens, the device is current."""
         append = self._append
@@ -69,7 +75,9 @@ class Repeat:
         if self._table is not None:
             places.append(self._table.data_ptr())
         places.append(None)
-        if self._append is not None and self._new is not None:
+        with TOGETHER:
+            if self._append is None or self._new is None:
+                return self._attend(q, self._sources(places))
             kept, rotated, lengths = self._append(self._new(places))
             places[_SEQLENS] = lengths
             if rotated is not None:
@@ -77,7 +85,6 @@ class Repeat:
             out = self._attend(q, self._sources(places))
             del kept
             return out
-        return self._attend(q, self._sources(places))
 
 
 _kept: dict[tuple, list[Repeat]] = {}
@@ -106,7 +113,9 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
     """
     if torch.autograd.profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
-    if env.CHECK.is_set() or TensorGuards is None:
+    if type(given[0]) is not Tensor or torch._C._len_torch_dispatch_stack() > 0:
+        return None  # a fake tensor has no address
+    if env.CHECK.is_set() or TensorGuards is None or torch.is_autocast_enabled("cuda"):
         return None
     try:
         tensors = [x for x in given if x is not None]
@@ -119,6 +128,7 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
             *map(type, given),  # which are there
             *[place & 15 for place in places],
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled(),
             *numbers,
             *map(type, numbers),
             *map(type, numbers[-1]),
@@ -166,6 +176,8 @@ def keep(
     if asked_for is None:
         return
     tensors = call.tensors
+    if tensors.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a table of rows that a graph makes is not there before the graph runs
     if tensors.q.device.type != "cuda" or not ops.is_plain(*_present(given)):
         return
     if tensors.q.numel() == 0 or (new is not None and new.k.numel() == 0):
@@ -187,6 +199,8 @@ def keep(
         append = plan.repeat(plan.problem, new) if plan.repeat else None
     if attend is None or (new is not None and append is None):
         return
+    if not attend.is_ready or (append is not None and not append.is_ready):
+        return  # launches that only Triton can make are looked up as all others are
     guards = _guards(asked_for.tensors)
     if guards is None:
         return

@@ -142,6 +142,8 @@ class Launch:
             elif kind is Described:
                 flat += self._map(x, number)
                 number += 1
+            elif isinstance(x, torch.Tensor):  # a Parameter: its address, not the object
+                flat.append(x.data_ptr())
             else:
                 flat.append(x)
         return flat
@@ -178,7 +180,6 @@ class Launch:
             run = inspect.getclosurevars(run).nonlocals.get("launcher")
         if run is None or None in self._metas:
             return
-        self._run = run
         self._head = (
             compiled.function,
             launcher.launch_cooperative_grid,
@@ -190,6 +191,7 @@ class Launch:
             None,
             None,
         )
+        self._run = run  # last: another thread may look at it
 
 
 def _has_hooks() -> bool:

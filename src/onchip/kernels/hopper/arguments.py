@@ -131,9 +131,9 @@ class Resolved:
 
     def described(self, *tensors: Tensor) -> list:
         """q, k, v and out as the kernel takes them."""
-        if not self.launch.is_resolved:
-            return self._first  # Triton looks at these, and only at the first launch
-        self._first = None
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first  # Triton looks at these, and only at the first launch
         return [Described(x, *shape) for x, shape in zip(tensors, self._shapes, strict=True)]
 
     def replay(self, addresses: tuple) -> bool:
@@ -148,8 +148,6 @@ class Resolved:
             addresses: of all its tensors.
             calls: launches, made once with these arguments.
         """
-        if self._first is not None:
-            return
         if addresses not in self._seen:  # addresses that never come again cost nothing more
             if len(self._seen) >= _MAX_CALLS:
                 self._seen.clear()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # by device, stream and index
 
 
 def in_turn_or_abreast(launches: Sequence[Callable[[], None]], device: int) -> None:
@@ -23,19 +23,23 @@ def in_turn_or_abreast(launches: Sequence[Callable[[], None]], device: int) -> N
             launch()
         return
     current = torch.cuda.current_stream(device)
-    sides = [_side_stream(device, i) for i in range(len(launches) - 1)]
+    sides = [_side_stream(current, i) for i in range(len(launches) - 1)]
     for side in sides:
         side.wait_stream(current)
-    launches[0]()
-    for side, launch in zip(sides, launches[1:], strict=True):
-        with torch.cuda.stream(side):
-            launch()
-    for side in sides:
-        current.wait_stream(side)
+    try:
+        launches[0]()
+        for side, launch in zip(sides, launches[1:], strict=True):
+            with torch.cuda.stream(side):
+                launch()
+    finally:
+        for side in sides:
+            current.wait_stream(side)
 
 
-def _side_stream(device: int, index: int) -> torch.cuda.Stream:
-    found = _streams.get((device, index))
+def _side_stream(current: torch.cuda.Stream, index: int) -> torch.cuda.Stream:
+    """One of a stream's own: while that is captured, others' launches stay out of the graph."""
+    key = (current.device_index, current.cuda_stream, index)
+    found = _streams.get(key)
     if found is None:
-        found = _streams[device, index] = torch.cuda.Stream(device)
+        found = _streams[key] = torch.cuda.Stream(current.device_index)
     return found

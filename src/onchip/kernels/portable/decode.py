@@ -54,6 +54,7 @@ from onchip.kernels.portable.decode_tiles import (
 )
 from onchip.kernels.portable.masks import LOG2E
 from onchip.problem import Layout, Problem, Tensors
+from onchip.together import TOGETHER
 
 
 class Piece(NamedTuple):
@@ -408,16 +409,20 @@ class Plan:
         q = tensors.q
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        with TOGETHER:
+            self._launch(tensors, out, lse)
+        return out, lse
+
+    def _launch(self, t: Tensors, out: Tensor, lse: Tensor) -> None:
+        """Mutates: out, lse."""
         partials = (None, None, None)
         if self.spec.merges:
-            partials = decode_workspace.take(q.device, *self.room)
-        self.run(q, tensors.k, tensors.v, out, lse, tensors.block_table,
-                 *_optional_tensors(tensors), *partials, *self.numbers)  # fmt: skip
+            partials = decode_workspace.take(out.device, *self.room)
+        self.run(t.q, t.k, t.v, out, lse, t.block_table, *_optional_tensors(t), *partials,
+                 *self.numbers)  # fmt: skip
         if self.merge is not None:
-            t = tensors
             self.merge(out, lse, t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.sinks, t.v_scale,
                        *partials[:2], *self.merge_numbers)  # fmt: skip
-        return out, lse
 
 
 _plans: dict[tuple, Plan] = {}
