@@ -59,7 +59,7 @@ def test_without_typer_info_works_and_others_name_the_extra():
     for arguments in (["explain"], ["lab"], []):
         result = run(*arguments, prelude=WITHOUT_TYPER)
         assert result.returncode == 2
-        assert "onchip[cli]" in result.stderr
+        assert "'.[cli]' in onchip's folder" in result.stderr
         assert "Traceback" not in result.stderr
         assert result.stdout == ""
 

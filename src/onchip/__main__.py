@@ -11,7 +11,7 @@ import sys
 _NEEDS_EXTRA = (
     "onchip: this command needs typer, which is not installed; "
     "without it only `onchip info` and `onchip bench` work. "
-    "Run: pip install 'onchip[cli]'"
+    "Run: pip install '.[cli]' in onchip's folder"
 )
 
 

@@ -78,7 +78,9 @@ def _clean_errors(command: Callable) -> Callable:
         except ModuleNotFoundError as error:
             if error.name not in _ENGINE_PACKAGES:
                 raise
-            message = f"{error.name} is not installed. Run: pip install 'onchip[engine]'"
+            message = (
+                f"{error.name} is not installed. Run: pip install '.[engine]' in onchip's folder"
+            )
         typer.echo(f"onchip: {message}", err=True)
         raise typer.Exit(2)
 

@@ -234,7 +234,7 @@ def _extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
     lines = []
     for extra, packages in extras.items():
         words = ", ".join(f"{p} {v or 'missing'}" for p, v in packages.items())
-        advice = "" if all(packages.values()) else f"; pip install 'onchip[{extra}]'"
+        advice = "" if all(packages.values()) else f"; pip install '.[{extra}]' in onchip's folder"
         lines.append(f"{extra:<8}{words}{advice}")
     return lines
 
@@ -245,7 +245,7 @@ def _device_lines(devices: list[dict[str, Any]]) -> list[str]:
 
 def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
     return [
-        f"{k['op']:<9}{k['name']:<11}{'; '.join(k['reasons']) or 'available: ' + k['summary']}"
+        f"{k['op']:<9}{k['name']:<13}{'; '.join(k['reasons']) or 'available: ' + k['summary']}"
         for k in kernels
     ]
 

@@ -247,7 +247,7 @@ def _canvas(path: str | Path, lengths: Sequence[int]):
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        advice = "matplotlib is not installed. Run: pip install 'onchip[plot]'"
+        advice = "matplotlib is not installed. Run: pip install '.[plot]' in onchip's folder"
         raise ModuleNotFoundError(advice, name=error.name) from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     return path, figure, figure.add_subplot()

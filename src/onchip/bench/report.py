@@ -123,7 +123,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        advice = "matplotlib is not installed. Run: pip install 'onchip[plot]'"
+        advice = "matplotlib is not installed. Run: pip install '.[plot]' in onchip's folder"
         raise ModuleNotFoundError(advice, name=error.name) from error
 
 

@@ -218,7 +218,7 @@ def _format(type_id: int) -> _Format:
     except ImportError:
         raise ValueError(
             f"storage type {type_id} needs the gguf package; without it F32, F16, BF16, Q4_0, "
-            f"Q4_1 and Q8_0 are read. Run: pip install 'onchip[engine]'"
+            f"Q4_1 and Q8_0 are read. Run: pip install '.[engine]' in onchip's folder"
         ) from None
     try:
         kind = gguf.GGMLQuantizationType(type_id)
