@@ -46,6 +46,15 @@ def test_merges_as_torch_does(count, shape, dtype):
     assert bool((out.transpose(-2, -3)[..., -1, :] == 0).all())
 
 
+@interpreted
+def test_values_without_features_still_have_lses():
+    outs, lses = parts(2, (2, 3, 5, 0), torch.float32)
+    want, want_lse = onchip.merge_states(outs, lses)
+    out, lse = merge.launch(outs, lses)
+    assert out.shape == want.shape == (2, 3, 5, 0)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
 def test_one_bound_for_kernel_and_caller():
     assert ops._MAX_MERGED == merge.MAX_PARTS
     assert ops.merge(*parts(2, (2, 3, 5, 7), torch.float16)) is None  # on a CPU

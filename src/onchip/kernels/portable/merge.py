@@ -67,9 +67,9 @@ def launch(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tens
     lses = tuple(x.contiguous() for x in lses)
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     heads, dim_v = out.shape[-2:]
-    width = triton.next_power_of_2(dim_v)
+    width = max(1, triton.next_power_of_2(dim_v))  # without features there are LSEs to merge
     rows = max(1, _ENTRIES // width)
-    num_rows = out.numel() // dim_v
+    num_rows = lse.numel()
     if num_rows:
         grid = (triton.cdiv(num_rows, rows),)
         with _on(out.device):
