@@ -84,3 +84,28 @@ def test_no_sequences():
         cache.cascade([0], 9)
     with pytest.raises(ValueError, match="num_queries=2"):
         cache.cascade([0]).attention(torch.zeros(1, 2, HEADS, DIM), cache.k[0], cache.v[0])
+
+
+@pytest.mark.parametrize("prefix", [24, 3], ids=["shared", "none shared"])
+def test_no_queries(prefix):
+    cache, ids = forked(prefix, (2, 5), 8)
+    q = torch.zeros(2, 0, HEADS, DIM, dtype=torch.float64)
+    plan = cache.cascade(ids)
+    out, lse = plan.attention(q, cache.k[0], cache.v[0], return_lse=True)
+    assert out.shape == (2, 0, HEADS, DIM) and lse.shape == (2, HEADS, 0)
+    assert plan.attention(q, cache.k[0], cache.v[0]).shape == out.shape
+
+
+def test_arguments_of_a_wrong_type_are_named():
+    cache, ids = forked(24, (2, 5), 8)
+    for wrong in ("1", None, 1.5, True):
+        with pytest.raises(TypeError, match=r"num_queries: got .*; allowed: an int"):
+            cache.cascade(ids, num_queries=wrong)
+    with pytest.raises(ValueError, match="num_queries: got 0"):
+        cache.cascade(ids, 0)
+    plan, q = cache.cascade(ids), torch.zeros(2, 1, HEADS, DIM, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"q: got str; allowed: a torch\.Tensor"):
+        plan.attention("x", cache.k[0], cache.v[0])
+    for wrong in ("no", 1):
+        with pytest.raises(TypeError, match=f"return_lse: got {wrong!r}; allowed: True or False"):
+            plan.attention(q, cache.k[0], cache.v[0], return_lse=wrong)

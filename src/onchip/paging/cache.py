@@ -323,6 +323,7 @@ class PagedKVCache:
 
         Raises:
             ValueError: if a sequence is unknown or shorter than that, or there is none.
+            TypeError: if num_queries is no int.
         """
         entries = [self._entry(seq_id) for seq_id in seq_ids]
         pages, lengths = [list(e.pages) for e in entries], [e.length for e in entries]

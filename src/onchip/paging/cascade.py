@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onchip import api
+from onchip import api, validate
 from onchip.validate import reject
 
 #: Queries that are handled as one sequence's: as many as the decode takes.
@@ -72,6 +72,8 @@ class Cascade:
         Raises:
             ValueError, TypeError: as `onchip.attention_with_kvcache`.
         """
+        validate.tensor("q", q)
+        validate.flag("return_lse", return_lse)
         if q.dim() == 4 and q.shape[1] > self.num_queries:
             fix = f"Make it with cache.cascade(seq_ids, num_queries={q.shape[1]})."
             reject("q", f"S_q = {q.shape[1]}", f"at most {self.num_queries}", fix)
@@ -87,7 +89,7 @@ class Cascade:
             sinks=sinks,  # they join one of the parts
             **options,
         )
-        if self.num_shared == 0:
+        if self.num_shared == 0 or q.shape[1] == 0:
             return own if return_lse else own[0]
         shared = self._over_shared(q, k_cache, v_cache, options)
         out, lse = api.merge_states(*zip(shared, own, strict=True))
@@ -130,7 +132,8 @@ def of_pages(
     """
     if not pages:
         reject("seq_ids", "none", "at least one sequence", "A step has sequences.")
-    if num_queries < 1 or min(lengths) < num_queries:
+    validate.count("num_queries", num_queries, 1)
+    if min(lengths) < num_queries:
         allowed = f"1 to {min(lengths)}, the tokens of the shortest sequence"
         reject("num_queries", num_queries, allowed, "Append the new tokens first.")
     most = (min(lengths) - num_queries) // page_size
