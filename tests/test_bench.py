@@ -135,13 +135,64 @@ def test_command_writes_json_and_a_plot(tmp_path, capsys):
         ("--rounds 0", "--rounds: got 0; allowed: 1 or more"),
         ("--heads 3 --kv-heads 2", "kv_heads: got 2; allowed: a divisor of heads, 3"),
         ("--head-dim 0", "head_dim: got 0; allowed: 1 or more"),
+        ("--kv-heads 0", "--kv-heads: got 0; allowed: an int from 1"),
         ("--plot x.pdf", "--plot: got x.pdf; allowed: a name in .svg or .png"),
+        ("--plot /nonexistent/a.svg", "a folder that exists. Make /nonexistent."),
+        ("--json /nonexistent/x.json", "a folder that exists. Make /nonexistent."),
+        ("--json /", "--json: got /; allowed: a file's name"),
+        ("--seqlen 64,99999999999", "--seqlen: got 99999999999, whose inputs take 1.5 PiB"),
+        ("--published --batch 1", "--batch: got it beside --published"),
+        ("--published --seqlen 64", "--seqlen: got it beside --published"),
+        ("--published --heads 16", "--heads: got it beside --published"),
+        ("--published --kv-heads 2", "--kv-heads: got it beside --published"),
+        ("--published --head-dim 64", "--head-dim: got it beside --published"),
+        ("--published --dtype bfloat16", "--dtype: got it beside --published"),
+        ("--published --causal", "--causal: got it beside --published"),
+        ("--counters", "--device: got it beside --counters; allowed: --json alone"),
         ("--head-dim 4096", "no kernel takes this problem"),
     ],
 )
 def test_command_refuses(capsys, line, message):
     assert cli.main(["bench", "--device", "cpu", *line.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_nothing_is_measured_before_the_command_line_is_refused(monkeypatch):
+    monkeypatch.setattr(compare, "_run", lambda options: pytest.fail("ran"))
+    line = "bench --device cpu --seqlen 32 --heads 2 --head-dim 16"
+    for option in ("--plot=/nonexistent/a.svg", "--json=/nonexistent/x.json"):
+        assert cli.main([*line.split(), option]) == 2
+
+
+def test_files_that_can_be_written_pass(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.check_plot(tmp_path / "a.SVG")
+    report.check_file("--json", tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("option", ["--published", "--rounds=1", "--plot=a.svg", "--seqlen=64"])
+def test_counters_take_no_other_option(capsys, option):
+    assert cli.main(["bench", "--counters", option]) == 2
+    assert f"{option.split('=')[0]}: got it beside --counters" in capsys.readouterr().err
+    assert cli.main(["bench", "--counters", "--json", "-"]) == 2
+    assert "--json: got - with --counters; allowed: a file" in capsys.readouterr().err
+
+
+def test_options_that_are_not_given_have_their_defaults():
+    args = compare._arguments([])
+    assert vars(args) == compare._DEFAULTS
+    names = {action.dest for action in compare._parser()._actions} - {"help"}
+    assert names == compare._DEFAULTS.keys() and names >= compare._SIZES
+    assert compare._arguments(["--published", "--rounds", "2"]).rounds == 2
+
+
+def test_a_full_gpu_ends_in_a_message(monkeypatch, capsys):
+    def full(options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(compare, "_run", full)
+    assert cli.main(["bench", "--device", "cpu", "--seqlen", "32"]) == 2
+    assert "CUDA out of memory. Take a smaller --seqlen." in capsys.readouterr().err
 
 
 def test_command_refuses_lengths_that_are_none(capsys):
@@ -175,6 +226,7 @@ def test_progress_is_for_terminals_alone():
 
 def test_inputs_are_the_cases():
     inputs = CASE.inputs()
+    assert CASE.input_bytes == sum(x.nbytes for x in inputs)
     assert isinstance(inputs, Inputs) and inputs.q.shape == inputs.dout.shape == (2, 70, 4, 16)
     assert inputs.k.shape == inputs.v.shape == (2, 70, 2, 16)
     assert torch.equal(inputs.q, CASE.inputs().q) and not torch.equal(inputs.k, inputs.v)

@@ -58,6 +58,12 @@ class Case:
         """Factor on the scores."""
         return self.head_dim**-0.5
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of `inputs`."""
+        rows = 2 * self.batch * self.length * (self.heads + self.kv_heads)
+        return rows * self.head_dim * self.torch_dtype.itemsize
+
     def problem(self, op: Op = Op.FORWARD) -> Problem:
         """The Problem that the call poses."""
         place = torch.device(self.device)

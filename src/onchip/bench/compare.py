@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,11 +26,12 @@ from typing import Any
 
 import torch
 
-from onchip import dispatch
+from onchip import dispatch, validate
 from onchip.analysis import cost, roofline
 from onchip.analysis.bill import Stage, once
 from onchip.analysis.hardware import Achieved, Hardware
 from onchip.analysis.hardware import measure as achieved_rates
+from onchip.analysis.words import human
 from onchip.bench import methods as rows
 from onchip.bench import report, verify
 from onchip.bench.cases import Case
@@ -42,6 +44,15 @@ from onchip.problem import Op
 PUBLISHED = (1024, 8192, 16384)
 _DTYPES = ("float16", "bfloat16", "float32")
 _CPU_CACHE_BYTES = 64 << 20
+#: Of options that were not given.
+_DEFAULTS = {
+    "batch": 1, "seqlen": (1024, 4096), "heads": 16, "kv_heads": None, "head_dim": 128,
+    "causal": False, "dtype": "bfloat16", "device": None, "parts": "forward,both",
+    "methods": None, "rounds": 5, "published": False, "counters": False, "json": None,
+    "plot": None,
+}  # fmt: skip
+_SIZES = frozenset(("batch", "seqlen", "heads", "kv_heads", "head_dim", "causal", "dtype"))
+_STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -245,25 +256,66 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="onchip bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="onchip bench",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # the result has what was given, no more
     )
     add = parser.add_argument
-    add("--batch", type=int, default=1, help="B")
-    add("--seqlen", type=_integers, default=(1024, 4096), help="N, several with commas")
-    add("--heads", type=int, default=16, help="H, query heads")
+    add("--batch", type=int, help="B")
+    add("--seqlen", type=_integers, help="N, several with commas")
+    add("--heads", type=int, help="H, query heads")
     add("--kv-heads", type=int, help="H_kv; H unless given")
-    add("--head-dim", type=int, default=128, help="D")
+    add("--head-dim", type=int, help="D")
     add("--causal", action="store_true", help="no query sees a later key")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="of q, k and v")
+    add("--dtype", choices=_DTYPES, help="of q, k and v")
     add("--device", choices=("cuda", "cpu"), help="cuda if there is a GPU")
-    add("--parts", default="forward,both", help="forward, both (forward and backward)")
+    add("--parts", help="forward, both (forward and backward)")
     add("--methods", help=f"onchip, {', '.join(rows.PEER_NAMES)}; all unless given")
-    add("--rounds", type=int, default=5, help="turns of each method")
+    add("--rounds", type=int, help="turns of each method")
     add("--published", action="store_true", help="B 1, H 32, D 128, float16, N 1k, 8k, 16k")
     add("--counters", action="store_true", help="run under Nsight Compute: bytes and utilisation")
     add("--json", type=Path, help="write the report there; - for stdout instead of the tables")
     add("--plot", type=Path, help="draw times against N there, .svg or .png")
     return parser
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, every option in it of use.
+
+    Raises:
+        ValueError: for one that another makes meaningless.
+    """
+    given = vars(_parser().parse_args(argv))
+    for which, others in (("counters", _DEFAULTS.keys() - {"json"}), ("published", _SIZES)):
+        extra = [name for name in given if name in others and name != which]
+        if which in given and extra:
+            option = f"--{extra[0].replace('_', '-')}"
+            allowed = "--json alone" if which == "counters" else "none of the calls' sizes"
+            fix = f"Leave one of the two out: --{which} measures calls of its own."
+            validate.reject(option, f"it beside --{which}", allowed, fix)
+    args = argparse.Namespace(**{**_DEFAULTS, **given})
+    if args.counters and args.json == _STDOUT:
+        validate.reject("--json", "- with --counters", "a file", "Tables go to stdout there.")
+    if args.json not in (None, _STDOUT):
+        report.check_file("--json", args.json)
+    return args
+
+
+def _memory_bytes(device: str) -> int:
+    """Memory of the GPU, or of this machine."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_memory(case: Case) -> None:
+    """Refuses inputs that the device can't hold; what a method needs beyond, it finds out."""
+    memory = _memory_bytes(case.device)
+    if case.input_bytes > memory:
+        got = f"{case.length}, whose inputs take {human(case.input_bytes)}"
+        fix = "Take a smaller --seqlen, --batch, --heads or --head-dim."
+        validate.reject("--seqlen", got, f"what fits in {human(memory)} of memory", fix)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -283,14 +335,19 @@ def _options(args: argparse.Namespace) -> Options:
             raise ValueError(f"--parts: got {part!r}; allowed: {', '.join(rows.PARTS)}")
     if args.plot:
         report.check_plot(args.plot)
+    if args.kv_heads is not None:
+        validate.count("--kv-heads", args.kv_heads, 1)
+    kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     case = Case(
-        args.batch, args.seqlen[0], args.heads, args.kv_heads or args.heads, args.head_dim,
-        args.causal, args.dtype, device,
+        args.batch, args.seqlen[0], args.heads, kv_heads, args.head_dim, args.causal, args.dtype,
+        device,
     )  # fmt: skip
     lengths = args.seqlen
     if args.published:
         case, lengths = Case(1, 1024, 32, 32, 128, False, "float16", device), PUBLISHED
     cases = tuple(dataclasses.replace(case, length=n) for n in lengths)
+    for each in cases:
+        _check_memory(each)
     names = tuple(args.methods.split(",")) if args.methods else None
     rows.methods(cases[0], names)  # refuses names and cases before anything runs
     return Options(cases, parts, names, args.rounds, args.json, args.plot)
@@ -305,14 +362,16 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 fine, 1 if an onchip kernel broke the error rule, 2 wrong arguments.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _arguments(argv)
         if args.counters:
             from onchip.bench import counters
 
             return counters.main(args.json)
-        options = _options(args)
-        return _run(options)
+        return _run(_options(args))
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"onchip bench: {error} Take a smaller --seqlen.", file=sys.stderr)
+        return 2
     except (ValueError, ModuleNotFoundError, NoKernelError, OSError) as error:
         print(f"onchip bench: {error}", file=sys.stderr)
         return 2
@@ -320,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(options: Options) -> int:
     done: list[Cell] = []
-    to_stdout = options.json == Path("-")
+    to_stdout = options.json == _STDOUT
     progress = report.Progress(sys.stderr, len(options.cases) * len(options.parts))
     hardware, why = _hardware(options.cases[0].device)
     if why:

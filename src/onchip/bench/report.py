@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from onchip import validate
 from onchip.analysis.words import human, human_us
 
 if TYPE_CHECKING:
@@ -111,15 +113,31 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def check_file(option: str, path: Path) -> None:
+    """Whether a file can be written there, asked before anything is measured.
+
+    Raises:
+        ValueError: if not.
+    """
+    if path.is_dir():
+        validate.reject(option, path, "a file's name", f"Write e.g. {path / 'times'}.")
+    if not path.parent.is_dir():
+        validate.reject(option, path, "a file in a folder that exists", f"Make {path.parent}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        validate.reject(option, path, "a file that may be written", "Choose another place.")
+
+
 def check_plot(path: Path) -> None:
     """Whether a plot can be written there.
 
     Raises:
-        ValueError: if the suffix is none that is known.
+        ValueError: if the suffix is none that is known, or the file can't be written.
         ModuleNotFoundError: if matplotlib is not installed.
     """
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"--plot: got {path.name}; allowed: a name in {' or '.join(_SUFFIXES)}")
+    if path.suffix.lower() not in _SUFFIXES:
+        allowed = f"a name in {' or '.join(_SUFFIXES)}"
+        validate.reject("--plot", path.name, allowed, "Its ending says which to draw.")
+    check_file("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
