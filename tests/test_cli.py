@@ -171,6 +171,14 @@ def test_explain_refuses_an_arch_without_a_gpu(capsys):
     assert "--device cuda" in error
 
 
+def test_explain_of_a_gpu_by_name_is_on_cuda(capsys):
+    told = []
+    for more in ([], ["--device", "cuda"]):
+        assert cli.main(["explain", "--gpu", "H200", "--json", *more]) == 0
+        told.append(json.loads(lines_of(capsys)))
+    assert told[0] == told[1] and told[0]["problem"]["device"] == "cuda"
+
+
 def test_explain_of_nothing(capsys):
     assert cli.main("explain --batch 0 --seqlen 0 --json".split()) == 0
     assert json.loads(lines_of(capsys))["flops"] == 0
@@ -187,12 +195,18 @@ BAD = [
     ("explain --softcap nan", "--softcap: got nan"),
     ("explain --dtype int8", "--dtype"),
     ("explain --device toaster", "--device: got toaster"),
+    ("explain --gpu H200 --device cpu", "--device: got cpu; allowed: cuda beside --gpu"),
     ("explain --kernel warp", "--kernel: got warp"),
     ("explain --no-such-option", "--no-such-option"),
     ("lab --length 0", "--length: got 0"),
     ("lab --block -1", "--block: got -1"),
     ("lab --head-dim 0", "--head-dim: got 0"),
     ("lab --break window", "--break"),
+    ("lab --page p.html --length 0", "--length: got it beside --page; allowed: --json alone"),
+    ("lab --page p.html --length 7", "--length: got it beside --page"),
+    ("lab --page p.html --break alpha", "--break: got it beside --page"),
+    ("lab --page p.html --no-causal", "--causal: got it beside --page"),
+    ("lab --page p.html --seed 0", "--seed: got it beside --page"),
     ("generate no_such_folder Hello", "no_such_folder"),
     ("generate no_such_folder Hello --max-tokens 0", "max_tokens: got 0"),
     ("generate no_such_folder Hello --temperature -1", "temperature: got -1"),
@@ -203,11 +217,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=[line for line, _ in BAD])
-def test_bad_values_get_a_message_and_status_2(capsys, line, message):
+def test_bad_values_get_a_message_and_status_2(capsys, line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
     assert message.lower() in captured.err.lower()
     assert captured.out == ""
+    assert not any(tmp_path.iterdir())
 
 
 def test_lab_passes_and_prints_json(capsys):

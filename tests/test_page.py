@@ -198,6 +198,11 @@ def test_command_refuses_other_names(tmp_path, capsys):
     assert cli.main(["lab", "--page", str(tmp_path / "no" / "lab.html")]) == 2
 
 
+def test_an_ending_in_capitals(tmp_path):
+    assert cli.main(["lab", "--page", str(tmp_path / "lab.HTML")]) == 0
+    assert (tmp_path / "lab.HTML").is_file()
+
+
 def test_page_knows_the_records_as_they_are():
     gpu = replace(GPUS["H200"], num_sms=7)
     assert page.record(gpu)["num_sms"] == 7 and page.record(gpu)["flops"] == gpu.flops("float16")

@@ -128,7 +128,9 @@ def _explain(
     ] = (-1, -1),
     softcap: Annotated[float, typer.Option(help="Cap on the scores; 0 for none.")] = 0.0,
     dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.BFLOAT16,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; cpu, or cuda with --gpu, unless given.")
+    ] = None,
     arch: Annotated[str | None, typer.Option(help="E.g. sm_90; this machine's GPU's.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Predict for it, e.g. H200, on cuda.")] = None,
     kernel: Annotated[str | None, typer.Option(help="Force this kernel.")] = None,
@@ -137,8 +139,12 @@ def _explain(
 ) -> None:
     """Shows which kernel would run a call, why the others would not, and what it costs."""
     hardware = _hardware(gpu, arch)
+    if device is None:
+        device = "cuda" if hardware else "cpu"
     if hardware:
-        device, arch = "cuda", hardware.arch
+        if _device(device).type != "cuda":
+            validate.reject("--device", device, "cuda beside --gpu", "Leave one of the two out.")
+        arch = hardware.arch
     if arch is not None and _device(device).type == "cpu":
         fix = "Add --device cuda, or leave --arch out."
         validate.reject("--arch", arch, "nothing with --device cpu: it names a GPU", fix)
@@ -246,6 +252,7 @@ def _bench(context: typer.Context) -> None:
 @app.command("lab")
 @_clean_errors
 def _lab(
+    context: typer.Context,
     length: Annotated[int, typer.Option(help="Queries and keys.")] = 7,
     block: Annotated[int, typer.Option(help="Keys of a tile.")] = 3,
     head_dim: Annotated[int, typer.Option(help="D, features of the head.")] = 4,
@@ -261,6 +268,7 @@ def _lab(
 ) -> None:
     """Checks tiled attention and its gradients against the dense formula, step by step."""
     if page is not None:
+        _refuse_beside_page(context)
         _write_page(page, as_json)
         return
     for option, value in (("--length", length), ("--block", block), ("--head-dim", head_dim)):
@@ -273,6 +281,17 @@ def _lab(
     _print(report, as_json)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _refuse_beside_page(context: typer.Context) -> None:
+    """Refuses options of the checks, of which the page has controls of its own."""
+    for param in context.command.params:
+        assert param.name is not None
+        source = context.get_parameter_source(param.name)
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and param.name not in ("page", "as_json"):
+            fix = "Set it in the page, or leave --page out to run the checks."
+            validate.reject(param.opts[0], "it beside --page", "--json alone", fix)
 
 
 def _write_page(path: Path, as_json: bool) -> None:

@@ -10,6 +10,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
+from onchip import validate
 from onchip.analysis.hardware import HARDWARE, Hardware
 
 _PARTS = resources.files("onchip.lab") / "parts"
@@ -43,8 +44,9 @@ def write(path: str | Path) -> Path:
         OSError: if it can't be written.
     """
     path = Path(path)
-    if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"--page: got {path.name}; allowed: a name that ends in .html")
+    if path.suffix.lower() not in (".html", ".htm"):
+        allowed = "a name that ends in .html"
+        validate.reject("--page", path.name, allowed, "Browsers go by the ending.")
     path.write_text(render(), encoding="utf-8")
     return path
 
