@@ -158,3 +158,10 @@ def test_an_append_past_the_dispatcher_is_seen_by_autograd():
     decoded(q, k_cache, v_cache, lengths, k=new, v=new)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
+
+
+def test_hopper_is_explained_with_its_own_tiles():
+    x = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16, device="meta")
+    told = str(onchip.explain(x, x, x).on("H200"))
+    assert "hopper" in told and "warpgroups=2, block_n=128" in told
+    assert "not known" not in told

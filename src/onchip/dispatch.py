@@ -232,6 +232,7 @@ def _predicted(
 _CONFIGS = {
     ("portable", Op.FORWARD): ("onchip.kernels.portable.config", "choose_forward"),
     ("portable", Op.BACKWARD): ("onchip.kernels.portable.backward_config", "choose_backward"),
+    ("hopper", Op.FORWARD): ("onchip.kernels.hopper.config", "choose_forward"),
     ("decode", Op.FORWARD): ("onchip.kernels.portable.decode_config", "choose_decode"),
 }
 
