@@ -232,6 +232,13 @@ def _hopper_reasons(problem: Problem) -> list[str]:
     return why
 
 
+def _fp8_hopper_reasons(problem: Problem) -> list[str]:
+    why = _hopper_reasons(problem)
+    if problem.out_dtype not in ("float16", "bfloat16"):
+        why.append(f"writes float16 or bfloat16, not {problem.out_dtype or 'float8'}")
+    return why
+
+
 _PORTABLE = "FlashAttention-2 in Triton, any GPU that Triton supports"
 _FUSED = "torch's fused CPU operator; tiles for NaN and for gradients of the LSE"
 _TILED = "fused rectangles or one pass over tiles, in torch: every feature"
@@ -322,6 +329,20 @@ KERNELS: tuple[Kernel, ...] = (
         reasons=_backward_reasons,
         summary=_PORTABLE,
         **_PORTABLE_LIMITS,
+    ),
+    Kernel(
+        name="fp8_hopper",
+        op=Op.FORWARD,
+        module="onchip.kernels.hopper.fp8",
+        entry="launch",
+        devices=frozenset({"cuda"}),
+        dtypes=(torch.float8_e4m3fn,),
+        layouts=frozenset({_DENSE, _PACKED}),
+        max_head_dim=128,
+        head_dim_multiple=16,
+        features=ALL_FEATURES - {"leftpad", "kv_scales"},
+        reasons=_fp8_hopper_reasons,
+        summary="float8 in Gluon: 8-bit wgmma, two-level accumulation",
     ),
     Kernel(
         name="fp8_emulated",

@@ -19,6 +19,11 @@ from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Tensors
 
 LOG2E = math.log2(math.e)
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _MAX_CALLS = 128  # sets of addresses that a launch knows
@@ -283,10 +288,11 @@ def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """(B, H, S, D), B = 1 when packed, in tiles of so many rows of one head."""
     x = (x.unsqueeze(0) if x.dim() == 3 else x).transpose(1, 2)
     # A dimension of size 1 may have any stride, which TMA would refuse.
-    row = -(-x.shape[-1] // 8) * 8
+    unit = 16 // x.element_size()
+    row = -(-x.shape[-1] // unit) * unit
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     block = [1, 1, rows, width]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    dtype = _DTYPES[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)
 

@@ -59,7 +59,7 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def _tile(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
+def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
     """The CTA's tile number `done`: (whether there is one, the tile)."""
     if C.is_uneven:
         return read(done, n, at.notes, C)
@@ -69,7 +69,7 @@ def _tile(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def _skip_k(skipped, count, at: Shared, W: gl.constexpr, C: gl.constexpr):
+def skip_k(skipped, count, at: Shared, W: gl.constexpr, C: gl.constexpr):
     """Passes over the CTA's last K tile, if it lies beyond the keys of this warpgroup's rows."""
     if skipped > 0:
         mbarrier.wait(at.k_full.index(count % C.stages), (count // C.stages) & 1)
@@ -79,7 +79,7 @@ def _skip_k(skipped, count, at: Shared, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _skip_v(skipped, count, at: Shared, C: gl.constexpr):
+def skip_v(skipped, count, at: Shared, C: gl.constexpr):
     if skipped > 0:
         mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
         release(count, 1, C)
@@ -161,7 +161,7 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
     skipped = 0
     if SKIPS:
         skipped = gl.where(more, end_of_keys(tile.row + C.block_m, tile, n, C) - end, 0)
-        _skip_k(skipped, count, at, W, C)
+        skip_k(skipped, count, at, W, C)
         count += skipped
     i = (done % C.q_buffers) * C.warpgroups + W
     mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
@@ -192,15 +192,15 @@ def _free_q(done, at: Shared, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _row_index(view: View):
+def row_index(view: View):
     """Rows of the sequence, and which of them there are."""
     index = view.row + view.rows
     return index, index < view.tile.seqlen_q
 
 
 @gluon.jit
-def _store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
-    index, inside = _row_index(view)
+def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    index, inside = row_index(view)
     tile = view.tile
     if C.packed_q:  # (H, T_q)
         start = gl.cast(tile.head, gl.int64) * n.tokens_q + tile.q_start
@@ -213,7 +213,7 @@ def _store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
 def _note_leaks(out, l, view: View, to: Outputs):
     """Notes rows that are NaN or infinite although their weights are not."""
     sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
-    _, inside = _row_index(view)
+    _, inside = row_index(view)
     leaks = (sums != 0.0) & (l == l) & inside
     gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
 
@@ -241,7 +241,7 @@ def _store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     """Stores those of 64 rows that belong to the sequence."""
     LAYOUT: gl.constexpr = out.type.layout
     WIDTH: gl.constexpr = C.width_v
@@ -259,7 +259,7 @@ def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: g
     ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     top, l, factor = with_sink(walk.m, l, view.tile.head, unit_of(terms, C), terms, C)
-    _store_lse(top, l, view, to, n, C)
+    store_lse(top, l, view, to, n, C)
     inverse = factor / l
     if C.may_be_empty:
         inverse = gl.where(l == 0.0, 0.0, inverse)
@@ -271,7 +271,7 @@ def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: g
         if view.row + 64 <= view.tile.seqlen_q:
             _store_tile(out, o, view, to, C)
         else:
-            _store_rows(out, view, to, n, C)
+            store_rows(out, view, to, n, C)
     else:
         if view.row < n.seqlen_q:
             _store_tile(out, o, view, to, C)
@@ -296,13 +296,13 @@ def consumer(
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
         pass_turn(0, C)
-    more, tile = _tile(done, lengths, at, n, C)
+    more, tile = tile_number(done, lengths, at, n, C)
     view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
     s, count, skipped, end = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
-    _skip_v(skipped, 0, at, C)
+    skip_v(skipped, 0, at, C)
     weights, m, l = _first_weights(s, end, view, terms, n, C)
     p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
     walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l)
@@ -336,7 +336,7 @@ def consumer(
         if C.q_buffers == 1:  # the next Q comes late: finish this tile first
             acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
             _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)
-        more, tile = _tile(done, lengths, at, n, C)
+        more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
         if C.q_buffers == 1:
             release_if(more, count, 1, C)
@@ -356,7 +356,7 @@ def consumer(
                 mbarrier.wait(at.q_full.index(j), (done // C.q_buffers) & 1, pred=more)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release_if(more, count, 1, C)
-        _skip_v(skipped, count + 1, at, C)
+        skip_v(skipped, count + 1, at, C)
         p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
         if C.q_buffers > 1:
             _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)

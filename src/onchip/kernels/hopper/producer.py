@@ -97,7 +97,7 @@ def _load_q(q_desc, at: Shared, done, tile: Tile, C: gl.constexpr):
 
 
 @gluon.jit
-def _draw(counter, n: Sizes):
+def draw(counter, n: Sizes):
     """The number of a tile that no CTA has taken, or one past the last."""
     drawn = gl.atomic_add(counter, 1)
     if drawn == n.num_tiles - 1:  # the launch's last draw: every CTA draws once in vain
@@ -106,12 +106,12 @@ def _draw(counter, n: Sizes):
 
 
 @gluon.jit
-def _with_rows(t, source: Inputs, n: Sizes, C: gl.constexpr):
+def with_rows(t, source: Inputs, n: Sizes, C: gl.constexpr):
     """Tile `t`, or the next one drawn that has rows: (its number, the tile)."""
     tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
     if C.packed_q:
         while (t < n.num_tiles) & (tile.row >= tile.seqlen_q):
-            t = _draw(source.counter, n)
+            t = draw(source.counter, n)
             tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
     return t, tile
 
@@ -122,7 +122,7 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0)
-    t, tile = _with_rows(gl.program_id(0), source, n, C)
+    t, tile = with_rows(gl.program_id(0), source, n, C)
     if C.is_uneven:
         post(tile, t < n.num_tiles, done, at.notes, C)
     while t < n.num_tiles:
@@ -143,8 +143,8 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             count += 1
         done += 1
         if C.is_uneven:
-            t, tile = _with_rows(_draw(source.counter, n), source, n, C)
+            t, tile = with_rows(draw(source.counter, n), source, n, C)
             post(tile, t < n.num_tiles, done, at.notes, C)
         else:
-            t, tile = _with_rows(t + gl.num_programs(0), source, n, C)
+            t, tile = with_rows(t + gl.num_programs(0), source, n, C)
     _load_v(source, at, count, due, C)

@@ -63,7 +63,7 @@ def place_of(tile: Tile, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """mbarriers that wait for so many arrivals each."""
     found = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
@@ -89,9 +89,9 @@ def shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
         o = gl.allocate_shared_memory(dtype, [NUM_O, 1, 1, 64, HALF], o_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
-    notes = Notes(slots, _barriers(2, 1), _barriers(2, C.warpgroups))
+    notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
     return Shared(
         q, k, v, o,
-        _barriers(NUM_Q, 1), _barriers(NUM_Q, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
+        barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1),
         notes,
     )  # fmt: skip

@@ -1,0 +1,156 @@
+"""The Hopper float8 forward, for sm_90a: `forward.py`'s design with 8-bit wgmma.
+
+Method and who waits for whom: `forward.py`; arithmetic: `onchip.kernels.fp8_emulated`, whose
+results these are; what differs for a consumer: `fp8_consumer.py`.
+
+Memory: q, k (B, S, H, D) or (T, H, D) float8; v (B, H_kv, D_v, columns) or (H_kv, D_v, columns);
+scales (B, H or H_kv, blocks); out as q with D_v in 16 bits; lse (B, H, S_q) or (H, T_q). Shared
+memory in bytes: q_buffers x BM x D, stages x BN x (D + D_v), and BM x D_v x 2 for O.
+
+It does not do: pages, D over 128, float32 output.
+
+Legend: B batch, S sequence length, T packed tokens, H query heads, H_kv key and value heads,
+D / D_v head dimensions, BM / BN rows (queries) and columns (keys) of a tile, n sizes, C code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.arguments import (
+    Code,
+    code_of,
+    describe,
+    factors_of,
+    num_sms,
+    sizes_of,
+)
+from onchip.kernels.hopper.config import WARPGROUP_ROWS
+from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
+from onchip.kernels.hopper.fp8_consumer import Scales, fp8_consumer
+from onchip.kernels.hopper.fp8_producer import fp8_producer
+from onchip.kernels.hopper.gluon_names import TensorDescriptor, gl
+from onchip.kernels.hopper.shared import Inputs, Outputs, Shared, barriers
+from onchip.kernels.hopper.softmax import Terms
+from onchip.kernels.hopper.tiles import NOTE_SIZE, Lengths, Notes, Sizes
+from onchip.kernels.hopper.workspace import take
+from onchip.problem import Problem, Tensors
+
+_NUM_TILES = 7  # place in `tiles.Sizes`
+_NUMBERS = (
+    "qb qh qn kb kh kn vb vh vn seqlen_q seqlen_k tokens_q num_heads group num_pairs num_blocks "
+    "num_tiles heads_per_group left right"
+).split()
+
+
+@gluon.jit
+def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
+    NUM_Q: gl.constexpr = C.q_buffers * C.warpgroups
+    NUM_O: gl.constexpr = C.warpgroups
+    STAGES: gl.constexpr = C.stages
+    BN: gl.constexpr = C.block_n
+    WIDTH: gl.constexpr = C.width
+    WIDTH_V: gl.constexpr = C.width_v
+    q = gl.allocate_shared_memory(q_desc.dtype, [NUM_Q, 1, 1, 64, WIDTH], q_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BN, WIDTH], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, WIDTH_V, BN], v_desc.layout)
+    o = gl.allocate_shared_memory(o_desc.dtype, [NUM_O, 1, 1, 64, WIDTH_V], o_desc.layout)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
+    notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
+    return Shared(
+        q, k, v, o,
+        barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1), notes,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def attn_fwd_fp8_hopper(
+    q_desc, k_desc, v_desc, o_desc, out, lse, counters, q_scale, k_scale, v_scale,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks,
+    qb, qh, qn, kb, kh, kn, vb, vh, vn, scale: gl.float32, softcap: gl.float32,
+    seqlen_q, seqlen_k, tokens_q: gl.int64, num_heads, group, num_pairs, num_blocks, num_tiles,
+    heads_per_group, left, right, C: gl.constexpr,
+):  # fmt: skip
+    """One CTA for each multiprocessor."""
+    n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_pairs, num_blocks, num_tiles,
+              heads_per_group, left, right)  # fmt: skip
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, seqused_k, 0)
+    terms = Terms(scale, softcap, slopes, sinks)
+    scales = Scales(q_scale, k_scale, v_scale, (qb, qh, qn), (kb, kh, kn), (vb, vh, vn))
+    at = _shared_memory(q_desc, k_desc, v_desc, o_desc, C)
+    to = Outputs(o_desc, out, lse, counters + 1)
+    source = Inputs(q_desc, k_desc, v_desc, lengths, counters)
+    # The first role runs on the kernel's own four warps and takes the registers that are left.
+    if C.warpgroups == 2:
+        gl.warp_specialize([
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_producer, (source, at, n, C)),
+        ], [4, 1], [C.registers, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (2, lengths, to, terms, scales, at, n, C)),
+            (fp8_producer, (source, at, n, C)),
+        ], [4, 4, 1], [C.registers, C.registers, 24])  # fmt: skip
+
+
+def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Runs the forward with the config that `choose_fp8` picks.
+
+    Args:
+        problem: what the call asks for.
+        tensors: its data, as `onchip.quantize_qkv` makes them; nothing here is written.
+
+    Returns:
+        out as q with D_v, of `problem.out_dtype`; lse (B, H, S_q) or (H, T_q) float32.
+    """
+    return launch_with(choose_fp8(problem), problem, tensors)
+
+
+def launch_with(config: FP8Config, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """`launch` with a given config: for sweeps and tests."""
+    q = tensors.q
+    dtype = getattr(torch, problem.out_dtype)
+    out = q.new_empty(*q.shape[:-1], problem.head_dim_v, dtype=dtype)
+    rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
+    lse = q.new_empty(*rows[:-1], problem.num_heads, rows[-1], dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    code = code_of(config, problem)
+    sizes = sizes_of(code, problem)
+    counters = take(q.device)
+    ints = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_k)
+    floats = (tensors.alibi_slopes, tensors.sinks)
+    attn_fwd_fp8_hopper[(min(num_sms(q.device), sizes[_NUM_TILES]),)](
+        *_descriptors(code, tensors, out),
+        out,
+        lse,
+        counters,
+        *tensors.scales,
+        *(counters if x is None else x for x in ints),
+        *(lse if x is None else x for x in floats),
+        *(stride for x in tensors.scales for stride in x.stride()),
+        *factors_of(problem),
+        *sizes,
+        code,
+        num_warps=4,
+    )
+    return out, lse
+
+
+def _descriptors(code: Code, tensors: Tensors, out: Tensor) -> list[TensorDescriptor]:
+    """q, k, v and out, read and written in tiles of one head."""
+    v = tensors.v if tensors.v.dim() == 4 else tensors.v.unsqueeze(0)
+    block = [1, 1, code.width_v, code.block_n]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    return [
+        describe(tensors.q, WARPGROUP_ROWS, code.width),
+        describe(tensors.k, code.block_n, code.width),
+        TensorDescriptor(v, list(v.shape), list(v.stride()), block, layout),
+        describe(out, WARPGROUP_ROWS, code.width_v),
+    ]

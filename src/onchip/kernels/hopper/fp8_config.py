@@ -1,0 +1,77 @@
+"""Tiles of the Hopper float8 forward: a frozen Config and the pure function that picks it.
+
+No kernel language is imported here, so that `explain` can show a config anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onchip.kernels.fp8_layout import BLOCK_K
+from onchip.kernels.hopper.config import L2_BUDGET_BYTES, WARPGROUP_ROWS, padded
+from onchip.problem import Problem
+
+
+@dataclass(frozen=True)
+class FP8Config:
+    """How the float8 forward cuts its work.
+
+    Args:
+        warpgroups: consumer warpgroups, 64 query rows each: 2 or 3.
+        block_n: keys of a tile: 64 or 128, a divisor of a block with one scale.
+        stages: K/V tiles in flight.
+        q_buffers: tiles of Q in shared memory.
+        turns: whether the warpgroups take turns at the tensor cores.
+        late: whether P V is waited for behind the exponentials rather than before them.
+        two_level: whether P V of a tile is summed from zero and added in float32; else the
+            tensor cores add to the accumulator themselves, with fewer bits.
+        registers: of a consumer thread.
+        l2_bytes: K and V of a group of heads; tiles are handed out group by group.
+
+    Raises:
+        ValueError: if the sizes do not go together.
+    """
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    q_buffers: int
+    turns: bool
+    late: bool
+    two_level: bool
+    registers: int
+    l2_bytes: int = L2_BUDGET_BYTES
+    lazy: bool = False
+    q_in_registers: bool = False
+
+    def __post_init__(self):
+        if self.warpgroups not in (2, 3):
+            raise ValueError(f"warpgroups: got {self.warpgroups}; allowed: 2 or 3")
+        if self.block_n not in (64, BLOCK_K):
+            raise ValueError(f"block_n: got {self.block_n}; allowed: 64 or {BLOCK_K}")
+        if self.block_m - WARPGROUP_ROWS > self.block_n:
+            raise ValueError(
+                f"block_n: got {self.block_n} for {self.warpgroups} warpgroups; a warpgroup "
+                f"skips one tile at most: {self.block_m - WARPGROUP_ROWS} keys or more"
+            )
+        # Named barriers: two for each stage from 8 on, one turn for each warpgroup from 15 down.
+        if 8 + 2 * self.stages > 16 - self.warpgroups * self.turns:
+            raise ValueError(f"stages: got {self.stages}; there are 8 named barriers")
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+def choose_fp8(problem: Problem) -> FP8Config:
+    """The float8 forward's config for a problem: a pure function, no device is asked."""
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    return _CONFIGS[width]
+
+
+# Compiled without spills in the loop; not yet timed.
+_CONFIGS = {
+    64: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
+    128: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
+}

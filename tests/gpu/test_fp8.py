@@ -1,0 +1,124 @@
+"""Float8 on a GPU: the quantising kernel against torch, the Hopper kernel against the emulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import onchip
+from onchip.kernels import fp8_quantise
+from onchip.kernels.fp8_layout import Quantiser, Source
+from onchip.kernels.portable import quantise
+from tests import fp8_cases, problems
+from tests.fp8_cases import relative
+
+pytestmark = pytest.mark.gpu
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs sm_90")
+
+
+def _on_gpu(**shapes) -> list[torch.Tensor]:
+    return [x.cuda() for x in fp8_cases.inputs(dtype=torch.bfloat16, **shapes)]
+
+
+def _offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("scale", ["block", "head"])
+def test_quantised_as_torch_does(dim, scale):
+    q, k, v = _on_gpu(dim=dim)
+    cos, sin = torch.randn(400, dim // 2).cuda(), torch.randn(400, dim // 2).cuda()
+    offsets = {"cu_seqlens_q": _offsets(30, 0, 100), "cu_seqlens_k": _offsets(7, 200, 93)}
+    for source in (
+        Source(q, k, v, rotary_cos=cos, rotary_sin=sin),
+        Source(q[0], k[0], v[0], **offsets),
+    ):
+        pairs = zip(quantise.quantise(source, Quantiser(scale)),
+                    fp8_quantise.quantise(source, Quantiser(scale)), strict=True)  # fmt: skip
+        for got, want in pairs:
+            # Sums in another order: a code may fall to the other side, a scale differ in its
+            # last bits.
+            assert relative(got.float(), want.float()) < 2e-3
+            close = torch.isclose(got.float(), want.float(), rtol=1e-5)
+            assert close.double().mean() > 0.999
+
+
+def test_codes_of_float8_inputs_are_kept():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in _on_gpu())
+    for got, want in zip(quantise.relaid(Source(q, k, v)), fp8_quantise.relaid(Source(q, k, v)),
+                         strict=True):  # fmt: skip
+        assert torch.equal(got.float(), want.float())
+
+
+def _both(call) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    return call(kernel="fp8_hopper"), call(kernel="fp8_emulated")
+
+
+def _hold(call) -> None:
+    """Outputs within what P's rounding may do where a sum falls to another side of a code."""
+    (out, lse), (want, want_lse) = _both(call)
+    assert torch.equal(out.isnan(), want.isnan())
+    finite = want.isfinite()
+    assert relative(out[finite].float(), want[finite].float()) < 6e-3
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse - want_lse)[seen].abs().max() < 2e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("name", list(problems.DENSE_FEATURES))
+def test_dense(dim, name):
+    q, k, v = _on_gpu(dim=dim, seqlen_q=333, seqlen_k=450)
+    given = problems.features(name, torch.Generator().manual_seed(0))
+    given = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    x = onchip.quantize_qkv(q, k, v)
+    _hold(lambda kernel: onchip.attention(x, return_lse=True, kernel=kernel, **given))
+
+
+@needs_hopper
+@pytest.mark.parametrize("seqlens", [(1, 1), (64, 128), (200, 64), (1000, 1000), (513, 2049)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_lengths(seqlens, causal, scale):
+    q, k, v = _on_gpu(dim=128, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
+    x = onchip.quantize_qkv(q, k, v, scale=scale)
+    _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
+
+
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed(causal):
+    q, k, v = _on_gpu(dim=128, seqlen_q=700, seqlen_k=900)
+    given = {"cu_seqlens_q": _offsets(1, 0, 300, 399), "cu_seqlens_k": _offsets(5, 100, 0, 795)}
+    x = onchip.quantize_qkv(q[0], k[0], v[0], **given)
+    longest = {"max_seqlen_q": 399, "max_seqlen_k": 795}
+    _hold(
+        lambda kernel: onchip.attention_varlen(
+            x, **given, **longest, causal=causal, return_lse=True, kernel=kernel
+        )
+    )
+
+
+@needs_hopper
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_what_is_not_finite_reaches_the_rows_that_see_it(part):
+    inputs = _on_gpu(dim=128, seqlen_q=300, seqlen_k=300)
+    inputs[part][1, 170, 1, 5] = torch.nan
+    x = onchip.quantize_qkv(*inputs)
+    _hold(lambda kernel: onchip.attention(x, causal=True, return_lse=True, kernel=kernel))
+
+
+@needs_hopper
+def test_the_error_does_not_grow_with_the_keys():
+    """Values with a mean: what the tensor cores' own accumulator would lose (docs/fp8.md)."""
+    errors = []
+    for seqlen in (4096, 131072):
+        q, k, v = _on_gpu(heads=2, kv_heads=2, dim=128, seqlen_q=64, seqlen_k=seqlen)
+        v += 1
+        out = onchip.attention(onchip.quantize_qkv(q, k, v), kernel="fp8_hopper")
+        s = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * 128**-0.5
+        errors.append(relative(out, torch.einsum("bhst,bthd->bshd", s.softmax(-1), v.double())))
+    assert errors[1] < 1.3 * errors[0], errors
