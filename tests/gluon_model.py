@@ -360,6 +360,7 @@ def _new_language() -> types.ModuleType:
         "tensor": object,
         "shared_memory_descriptor": Memory,
         "float32": torch.float32,
+        "float8e4nv": torch.float8_e4m3fn,
         "int32": torch.int32,
         "int64": torch.int64,
     }
