@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip import dispatch, ops
+from onchip.bounded import Bounded
 from onchip.ops import Plan
 from onchip.problem import Layout, Mask, NewTokens, Op, Problem, needs_copy
 
@@ -26,8 +27,7 @@ _lib.define(
 )
 
 
-_plans: dict[tuple, Plan] = {}
-_MAX_PLANS = 4096  # a bound on memory for servers whose lengths never repeat
+_plans: Bounded[tuple, Plan] = Bounded(4096)
 
 
 def plan_store(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool, entry: str = "") -> Plan:
@@ -36,8 +36,6 @@ def plan_store(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool, entry: str =
     found = _plans.get(key)
     if found is None:
         problem = store_problem(k, v, k_cache, scaled)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         kernel = dispatch.choose(problem)
         found = _plans[key] = Plan(problem, kernel.load(entry), kernel.load_repeat(entry))
     return found

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from onchip import dispatch, flops
 from onchip.analysis import cost
+from onchip.bounded import Bounded
 from onchip.problem import (
     Op,
     Params,
@@ -67,8 +68,7 @@ class Plan(NamedTuple):
     repeat: Callable | None = None
 
 
-_plans: dict[tuple, Plan] = {}
-_MAX_PLANS = 4096  # a bound on memory for servers whose lengths never repeat
+_plans: Bounded[tuple, Plan] = Bounded(4096)
 
 
 def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
@@ -103,8 +103,6 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
     if found is None:
         problem = replace(Problem.of(op, tensors, params), copies=())
         kernel = dispatch.choose(problem, params.kernel or None)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         found = _plans[key] = Plan(problem, kernel.load(), kernel.load_repeat())
     return found
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from onchip import blocks, validate, values
+from onchip.bounded import Bounded
 from onchip.mods import MaskMod, ScoreMod
 from onchip.problem import Mask, NewTokens, Params, Tensors
 
-_checked: dict[tuple, Memo] = {}
-_MAX_CHECKED = 4096  # a bound on memory for servers whose shapes never repeat
+_checked: Bounded[tuple, Memo] = Bounded(4096)
 
 
 class Memo:
@@ -210,8 +210,6 @@ def _check_once(
         return Memo()
     if found is None:
         check()
-        if len(_checked) >= _MAX_CHECKED:
-            _checked.clear()
         found = _checked[key] = Memo()
     return found
 
@@ -369,8 +367,6 @@ def _every_row(batch: int, device: torch.device) -> Tensor:
     key = (batch, device, torch.cuda.current_stream(device).cuda_stream)
     found = _rows.get(key)
     if found is None:
-        if len(_rows) >= _MAX_CHECKED:
-            _rows.clear()
         found = _rows[key] = _new_rows(batch, device)
     return found
 
@@ -379,7 +375,7 @@ def _new_rows(batch: int, device: torch.device) -> Tensor:
     return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
-_rows: dict[tuple[int, torch.device, int], Tensor] = {}
+_rows: Bounded[tuple[int, torch.device, int], Tensor] = Bounded(4096)
 
 
 def per_head(scale: Tensor | None, cache: Tensor) -> Tensor | None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip import cache_ops, env, ops
+from onchip.bounded import Bounded
 from onchip.problem import NewTokens, Op, Tensors
 from onchip.together import TOGETHER
 
@@ -33,7 +34,6 @@ except ImportError:  # no call is repeated then
     TensorGuards = None
 
 _Q, _SEQLENS, _TABLE, _BATCH_IDX = 0, 3, 4, 10  # places among `prepare.CacheArguments`
-_MAX_KEPT = 512  # a bound on memory for servers whose shapes never repeat: up to 1 MiB each
 _MAX_ALIKE = 8  # calls with one key, which are told apart one by one
 
 
@@ -87,7 +87,7 @@ class Repeat:
             return out
 
 
-_kept: dict[tuple, list[Repeat]] = {}
+_kept: Bounded[tuple, list[Repeat]] = Bounded(512)  # up to 1 MiB each
 
 
 class Asked(NamedTuple):
@@ -206,12 +206,12 @@ def keep(
         return
     is_ours = table is not given[_TABLE] and batch_idx is None
     repeat = Repeat(guards, attend, sources, table if is_ours else None, append, own)
-    if len(_kept) >= _MAX_KEPT:
-        _kept.clear()
     try:
-        alike = _kept.setdefault(asked_for.key, [])
+        alike = _kept.get(asked_for.key)
     except TypeError:  # an unhashable number
         return
+    if alike is None:
+        alike = _kept[asked_for.key] = []
     alike.insert(0, repeat)
     del alike[_MAX_ALIKE:]
 

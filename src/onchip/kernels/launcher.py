@@ -18,6 +18,8 @@ import torch
 import triton
 from triton import knobs
 
+from onchip.bounded import Bounded
+
 #: Releases whose compiled kernels are called as `Launch` does; others go through Triton.
 _DIRECT = {(3, 6)}
 _MAX_DESCRIBED = 256  # addresses that a launch keeps tensor maps of
@@ -71,7 +73,7 @@ class Launch:
         self._compiled = self._run = None
         self._head = ()
         self._metas = ()
-        self._described: dict[tuple[int, int], list] = {}
+        self._described: Bounded[tuple[int, int], list] = Bounded(_MAX_DESCRIBED)
 
     @property
     def is_resolved(self) -> bool:
@@ -155,8 +157,6 @@ class Launch:
         if found is None:
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
-            if len(self._described) >= _MAX_DESCRIBED:
-                self._described.clear()
             found = self._described[place] = make_tensordesc_arg(x, self._metas[number])
         return found
 

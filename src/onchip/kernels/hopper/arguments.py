@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from onchip.bounded import Bounded
 from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
 from onchip.kernels.launcher import Described, Launch
@@ -27,7 +28,6 @@ _DTYPES = {
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _MAX_CALLS = 128  # sets of addresses that a launch knows
-_MAX_RESOLVED = 4096  # a bound on memory for servers whose shapes never repeat
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Resolved:
         self.repair_numbers: tuple = ()
         self._first = first
         self._shapes = [(x.shape, x.strides) for x in first]
-        self._calls: dict[tuple, list] = {}
+        self._calls: Bounded[tuple, list] = Bounded(_MAX_CALLS)
         self._seen: set[tuple] = set()
 
     def described(self, *tensors: Tensor) -> list:
@@ -160,12 +160,10 @@ class Resolved:
             return
         prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
         if all(flat is not None for _, flat in prepared):
-            if len(self._calls) >= _MAX_CALLS:
-                self._calls.clear()
             self._calls[addresses] = prepared
 
 
-_kept: dict[tuple, Resolved] = {}
+_kept: Bounded[tuple, Resolved] = Bounded(4096)
 
 
 def resolved_of(
@@ -184,8 +182,6 @@ def resolved_of(
     found = _kept.get(key)
     if found is None or not found.launch.is_resolved:
         found = _resolve(kernel, config or choose_forward(problem), problem, tensors, out)
-        if len(_kept) >= _MAX_RESOLVED:
-            _kept.clear()
         _kept[key] = found
     return found
 

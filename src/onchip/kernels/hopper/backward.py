@@ -51,6 +51,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.bounded import Bounded
 from onchip.kernels.hopper.backward_arguments import (
     LOG2E,
     STATS_BLOCK,
@@ -79,7 +80,6 @@ from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 _ROWS = ROWS.value  # of a program before and behind
-_MAX_KEPT = 4096  # a bound on memory for servers whose shapes never repeat
 
 
 class Work(NamedTuple):
@@ -145,7 +145,7 @@ class Steps:
         return [Described(x, *shape) for x, shape in zip(tensors, shapes, strict=True)]
 
 
-_kept: dict[tuple, Steps] = {}
+_kept: Bounded[tuple, Steps] = Bounded(4096)
 
 
 def launch(
@@ -180,8 +180,6 @@ def launch_with(
     else:
         _finish(steps, tensors, work)
     if found is None and steps.is_resolved:
-        if len(_kept) >= _MAX_KEPT:
-            _kept.clear()
         _kept[key] = steps
     return work.dq, work.dk, work.dv, dsinks
 

@@ -209,9 +209,6 @@ def attn_repair_hopper(
         tl.store(counters + 2, 0)
 
 
-_launches: dict[tuple, Launch] = {}
-
-
 def repair_call(
     problem: Problem, forward: Resolved, tensors: Tensors, out: Tensor, lse: Tensor,
     counters: Tensor,

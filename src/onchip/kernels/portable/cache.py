@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.bounded import Bounded
 from onchip.kernels.launcher import Launch
 from onchip.problem import NewTokens, Problem
 
@@ -193,8 +194,6 @@ def launch(
     key = (id(problem), k.device, strides, aligned, slot_mapping.dtype)
     found = _launches.get(key)
     if found is None:
-        if len(_launches) >= _MAX_LAUNCHES:
-            _launches.clear()
         found = _launches[key] = (_resolve(problem, k), problem)
     width = triton.next_power_of_2(max(problem.head_dim, problem.head_dim_v))
     found[0](
@@ -208,8 +207,7 @@ def _resolve(problem: Problem, k: torch.Tensor) -> Launch:
     return Launch(kv_store_portable, grid, index, num_warps=1)
 
 
-_launches: dict[tuple, tuple[Launch, Problem]] = {}
-_MAX_LAUNCHES = 1024  # a bound on memory for servers whose shapes never repeat
+_launches: Bounded[tuple, tuple[Launch, Problem]] = Bounded(1024)
 
 
 @dataclass(frozen=True)
@@ -358,8 +356,6 @@ def _append_of(problem: Problem, new: NewTokens) -> Append:
     key = (id(problem), new.interleaved, new.in_order, *map(_place, new.tensors))
     found = _appends.get(key)
     if found is None:
-        if len(_appends) >= _MAX_LAUNCHES:
-            _appends.clear()
         # The entry keeps the Problem alive, so its id is its own.
         found = _appends[key] = (Append(problem, new), problem)
     return found[0]
@@ -370,4 +366,4 @@ def _place(x: Tensor | None):
     return None if x is None else (x.device, x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
 
 
-_appends: dict[tuple, tuple[Append, Problem]] = {}
+_appends: Bounded[tuple, tuple[Append, Problem]] = Bounded(1024)

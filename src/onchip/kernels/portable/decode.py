@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.bounded import Bounded
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable import decode_workspace, masks
 from onchip.kernels.portable.arguments import precision_of
@@ -360,8 +361,6 @@ def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) ->
     key = (config, id(problem), q.device, places, columns, others, precision_of(problem))
     found = _plans.get(key)
     if found is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
         found = _plans[key] = Plan(config, problem, tensors)
     return found
 
@@ -425,5 +424,4 @@ class Plan:
                        *partials[:2], *self.merge_numbers)  # fmt: skip
 
 
-_plans: dict[tuple, Plan] = {}
-_MAX_PLANS = 1024  # a bound on memory for servers whose shapes never repeat
+_plans: Bounded[tuple, Plan] = Bounded(1024)

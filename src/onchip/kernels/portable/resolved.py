@@ -15,11 +15,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from onchip.bounded import Bounded
 from onchip.kernels.launcher import Described, Launch
 from onchip.kernels.portable.arguments import precision_of
 from onchip.problem import Problem, Tensors
-
-_MAX_RESOLVED = 4096  # a bound on memory for servers whose shapes never repeat
 
 
 class Resolved:
@@ -68,7 +67,7 @@ class Keepable(Protocol):
     def is_resolved(self) -> bool: ...
 
 
-_kept: dict[Hashable, Any] = {}
+_kept: Bounded[Hashable, Any] = Bounded(4096)
 
 
 def signature(
@@ -116,6 +115,4 @@ def keep(key: Hashable | None, resolved: Keepable) -> None:
     """Keeps launches that have run once; what can't be repeated as it is is left alone."""
     if key is None or not resolved.is_resolved:
         return
-    if len(_kept) >= _MAX_RESOLVED:
-        _kept.clear()
     _kept[key] = resolved
