@@ -137,12 +137,8 @@ def _fake_store(*args) -> None:
     return None
 
 
-for _name, _impl, _fake in (
-    ("store_kv", _store_kv, _fake_store),
-    ("append_kv", _append_kv, _fake_append),
-):
-    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{ops.NAMESPACE}::{_name}", _fake, lib=_lib)
+ops.implement(_lib, "store_kv", _store_kv, _fake_store)
+ops.implement(_lib, "append_kv", _append_kv, _fake_append)
 
 store_op = torch.ops.onchip.store_kv.default
 append_op = torch.ops.onchip.append_kv.default

@@ -231,12 +231,14 @@ def _fake_backward(dout, dlse, out, lse, *args):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, daux
 
 
-for _name, _impl, _fake in (
-    ("attn_forward", _attn_forward, _fake_forward),
-    ("attn_backward", _attn_backward, _fake_backward),
-):
-    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_lib)
+def implement(lib: torch.library.Library, name: str, real: Callable, fake: Callable) -> None:
+    """Gives an operator that `lib` has defined its function, and the one that tells shapes."""
+    lib.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
+
+
+implement(_lib, "attn_forward", _attn_forward, _fake_forward)
+implement(_lib, "attn_backward", _attn_backward, _fake_backward)
 
 forward_op = torch.ops.onchip.attn_forward.default
 backward_op = torch.ops.onchip.attn_backward.default

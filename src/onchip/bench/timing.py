@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +36,8 @@ def interleaved_us(
     wait = sync or (lambda: None)
     repeats = {name: _repeats(call, min_time_us, wait) for name, call in calls.items()}
     times_us: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        for name in order:
-            times_us[name].append(_once_us(calls[name], repeats[name], wait))
-        order.reverse()
+    for name in _in_turns(calls, rounds):
+        times_us[name].append(_once_us(calls[name], repeats[name], wait))
     return times_us
 
 
@@ -48,7 +45,7 @@ def interleaved_us(
 _TICKS_US, _MOST_HOST_US = 2000, 20_000.0
 #: Clock ticks that a GPU spins before a measurement, about 1 ms: time for the host to get ahead,
 #: so that the first call's way to the GPU is not counted as the GPU's work.
-_HEAD_START_TICKS = 2_000_000
+_HEAD_START_TICKS = 1000 * _TICKS_US
 
 
 def device_ms(call: Callable[[], object], repeats: int) -> float:
@@ -81,17 +78,22 @@ def interleaved_device_ms(
         device_ms(call, 1)  # warms up
         repeats[name] = max(1, round(min_time_ms / max(device_ms(call, 1), 1e-3)))
     times_ms: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        for name in order:
-            times_ms[name].append(device_ms(calls[name], repeats[name]))
-        order.reverse()
+    for name in _in_turns(calls, rounds):
+        times_ms[name].append(device_ms(calls[name], repeats[name]))
     return times_ms
 
 
 def median_ratio(above_us: list[float], below_us: list[float]) -> float:
     """Median over rounds of above / below: both of a round met the same machine."""
     return statistics.median(a / b for a, b in zip(above_us, below_us, strict=True))
+
+
+def _in_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Each name once a round, in alternating order."""
+    order = list(names)
+    for _ in range(rounds):
+        yield from order
+        order.reverse()
 
 
 def _once_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) -> float:
@@ -212,12 +214,9 @@ class ColdTimer:
                 once = self.times_us(call, 2, host_us)[-1]
             plan[name] = (max(1, min(20, round(budget_us / max(once, 1.0)))), host_us)
         times: dict[str, list[float]] = {name: [] for name in calls}
-        order = list(calls)
-        for _ in range(rounds):
-            for name in order:
-                with _room(name in large, calls[name]):
-                    times[name] += self.times_us(calls[name], *plan[name])
-            order.reverse()
+        for name in _in_turns(calls, rounds):
+            with _room(name in large, calls[name]):
+                times[name] += self.times_us(calls[name], *plan[name])
         return {name: Spread.of(each) for name, each in times.items()}
 
 
