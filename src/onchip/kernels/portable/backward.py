@@ -50,18 +50,18 @@ from onchip.kernels.portable import masks
 from onchip.kernels.portable.abreast import in_turn_or_abreast
 from onchip.kernels.portable.arguments import Lengths, lengths_of
 from onchip.kernels.portable.backward_arguments import (
+    Steps,
     heads_per_group,
     numbers_of,
     pre_spec_of,
-    reduction_of,
     row_strides,
     sources_of,
     spec_of,
     stats_of,
-    stats_shape,
+    steps_of,
     sum_of,
 )
-from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
+from onchip.kernels.portable.backward_config import BackwardConfig
 from onchip.kernels.portable.backward_tiles import (
     LOG2E,
     STATS_BLOCK,
@@ -335,36 +335,6 @@ class Work(NamedTuple):
     dq_sum: Tensor | None  # float32, where dQ is added up
 
 
-class Steps:
-    """What backward calls of one signature share: the config and the launches, found once.
-
-    Args:
-        config: tiles, with the reduction that these tensors allow.
-        problem: what the calls ask for.
-    """
-
-    __slots__ = ("config", "launches", "parts", "stats_shape")
-
-    def __init__(self, config: BackwardConfig, problem: Problem):
-        self.config = config
-        self.parts = config.parts()
-        self.stats_shape = (2, *stats_shape(problem))
-        self.launches: dict[str, Resolved] = {}
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether every launch has run once and takes the short way from now on."""
-        return all(each.is_resolved for each in self.launches.values())
-
-
-def _steps_of(
-    config: BackwardConfig | None, problem: Problem, tensors: Tensors, dout: Tensor
-) -> Steps:
-    chosen = config or choose_backward(problem)
-    reduction = reduction_of(chosen, problem, tensors, dout)
-    return Steps(replace(chosen, reduction=reduction), problem)
-
-
 def launch_with(
     config: BackwardConfig | None, problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -380,7 +350,7 @@ def launch_with(
             "bwd", config, problem, tensors, saved.dout, saved.dlse, saved.out, saved.lse
         )
     found = kept(key)
-    steps = found or _steps_of(config, problem, tensors, saved.dout)
+    steps = found or steps_of(config, problem, tensors, saved.dout)
     *stats, dsinks = _prepare(steps, problem, tensors, saved)
     dq_sum = None
     if steps.config.reduction != "none":

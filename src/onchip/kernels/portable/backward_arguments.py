@@ -6,7 +6,7 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from onchip.kernels.portable.arguments import (
     strides_of,
     suit_descriptors,
 )
-from onchip.kernels.portable.backward_config import BackwardConfig
+from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, can_describe, padded
 from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
+from onchip.kernels.portable.resolved import Resolved
 from onchip.problem import Layout, Problem, Tensors
 
 #: Rows of LSE and D that belong to one sequence only: no tile of queries is longer.
@@ -265,3 +266,34 @@ def heads_per_group(config: BackwardConfig, problem: Problem, seqlen: int, num_h
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     per_head = max(1, seqlen * row_bytes * (problem.num_heads // num_heads))
     return min(max(1, L2_BUDGET_BYTES // per_head), problem.batch * num_heads)
+
+
+class Steps:
+    """What backward calls of one signature share: the config and the launches, found once.
+
+    Args:
+        config: tiles, with the reduction that these tensors allow.
+        problem: what the calls ask for.
+    """
+
+    __slots__ = ("config", "launches", "parts", "stats_shape")
+
+    def __init__(self, config: BackwardConfig, problem: Problem):
+        self.config = config
+        self.parts = config.parts()
+        self.stats_shape = (2, *stats_shape(problem))
+        self.launches: dict[str, Resolved] = {}
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every launch has run once and takes the short way from now on."""
+        return all(each.is_resolved for each in self.launches.values())
+
+
+def steps_of(
+    config: BackwardConfig | None, problem: Problem, tensors: Tensors, dout: Tensor
+) -> Steps:
+    """The steps of a given config, or of the chosen one."""
+    chosen = config or choose_backward(problem)
+    reduction = reduction_of(chosen, problem, tensors, dout)
+    return Steps(replace(chosen, reduction=reduction), problem)
