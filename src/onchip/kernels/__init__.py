@@ -147,13 +147,6 @@ def _backward_reasons(problem: Problem) -> list[str]:
     return []
 
 
-def _hopper_backward_reasons(problem: Problem) -> list[str]:
-    why = _gluon_reasons(problem)
-    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
-        why.append("needs at least one query and one key")
-    return why
-
-
 def _cpu_record(name: str, op: Op, entry: str, summary: str, **limits) -> Kernel:
     return Kernel(
         name=name,
@@ -211,13 +204,13 @@ def _gluon_reasons(problem: Problem) -> list[str]:
     if release is not None and release < _GLUON_RELEASE:
         found, needed = (".".join(map(str, each)) for each in (release, _GLUON_RELEASE))
         why.append(f"needs Triton {needed} or later, not {found}")
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+        why.append("needs at least one query and one key")
     return why
 
 
 def _hopper_reasons(problem: Problem) -> list[str]:
     why = _gluon_reasons(problem)
-    if problem.seqlen_k == 0 or problem.seqlen_q == 0:
-        why.append("needs at least one query and one key")
     if problem.scale <= 0:
         why.append(f"needs a scale over 0, not {problem.scale:g}")
     if problem.unaligned:
@@ -315,7 +308,7 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_dim=256,
         head_dim_multiple=8,
         features=frozenset("causal window softcap sinks gqa head_dim_v".split()),
-        reasons=_hopper_backward_reasons,
+        reasons=_gluon_reasons,
         by_name="has not run on a GPU in its present form",
         summary="FlashAttention-3's backward in Gluon: TMA, wgmma, warp roles; only when named",
     ),
