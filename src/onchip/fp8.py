@@ -335,7 +335,7 @@ def _call(t: Tensors, x: FP8QKV, longest: tuple[int, int], options: Options, mod
     """The operators' arguments. Mutates: t."""
     t.q, t.k, t.v = x.q, x.k, x.v
     t.scales = (x.q_scale, x.k_scale, x.v_scale)
-    validate.user_functions(mods)
+    prepare.user_functions(mods)
     params = options.params(x.q.shape[-1], *longest)
     params = params._replace(out_dtype=str(x.dtype).removeprefix("torch."))
     if mods.score is not None:

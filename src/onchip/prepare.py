@@ -128,6 +128,28 @@ class Mods(NamedTuple):
 NO_MODS = Mods()
 
 
+def user_functions(mods: Mods) -> None:
+    """Requires `Mods` to hold what they should."""
+    for name, mod, kind in (("score_mod", mods.score, ScoreMod), ("mask_mod", mods.mask, MaskMod)):
+        if mod is not None and not isinstance(mod, kind):
+            fix = f"Wrap the function: onchip.{kind.__name__}(function)."
+            validate.reject(name, type(mod).__name__, f"an onchip.{kind.__name__}", fix, TypeError)
+
+
+def user_tensors(q: Tensor, mods: Mods) -> None:
+    """Requires the tensors of `Mods` to be usable by kernels."""
+    for name, mod in (("score_mod.aux", mods.score), ("mask_mod.aux", mods.mask)):
+        for x in () if mod is None else mod.aux:
+            validate.same_device(name, x, q)
+            if not x.is_contiguous():
+                fix = "Functions get pointers: pass x.contiguous()."
+                validate.reject(name, f"strides {x.stride()}", "contiguous tensors", fix)
+            trains = torch.is_grad_enabled() and x.requires_grad
+            if trains and getattr(mod, "aux_grad", None) is None:
+                fix = "Pass x.detach(), or give a ScoreMod its aux_grad."
+                validate.reject(name, "a tensor that requires a gradient", "one that does not", fix)
+
+
 def mods_of(score: ScoreMod | None, mask: MaskMod | None) -> Mods:
     """The user's functions; one object stands for none."""
     return NO_MODS if score is None and mask is None else Mods(score, mask)
@@ -243,12 +265,12 @@ def dense(t: Tensors, options: Options, mods: Mods = NO_MODS) -> Call:
         validate.queries_and_keys(t.q, t.k, t.v, 4, 4)
         validate.dense_batch(t.q, t.k)
         validate.features(t.q, t.q.shape[0], options, t.alibi_slopes, t.sinks)
-        validate.user_tensors(t.q, mods)
+        user_tensors(t.q, mods)
         blocks.check(t.q, t.q.shape[0], t.q.shape[1], t.k.shape[1], mods)
 
     tensors, numbers = (t.q, t.k, t.v, t.alibi_slopes, t.sinks), options
     if mods is not NO_MODS:
-        validate.user_functions(mods)
+        user_functions(mods)
         tensors, numbers = (*tensors, *mods.tensors), (*options, *mods.facts)
     memo = _check_once(check, tensors, numbers, options.window)
     if memo.params is None:
@@ -276,14 +298,14 @@ def varlen(
         assert t.cu_seqlens_q is not None
         batch = t.cu_seqlens_q.shape[0] - 1
         validate.features(t.q, batch, options, t.alibi_slopes, t.sinks)
-        validate.user_tensors(t.q, mods)
+        user_tensors(t.q, mods)
         blocks.check(t.q, batch, max_seqlen_q, max_seqlen_k, mods)
 
     lengths = (t.cu_seqlens_q, t.cu_seqlens_k, t.block_table, t.seqused_k)
     data = (t.q, t.k, t.v, *lengths, t.k_scale, t.v_scale)
     tensors, numbers = (*data, t.alibi_slopes, t.sinks), (max_seqlen_q, max_seqlen_k, *options)
     if mods is not NO_MODS:
-        validate.user_functions(mods)
+        user_functions(mods)
         tensors, numbers = (*tensors, *mods.tensors), (*numbers, *mods.facts)
     memo = _check_once(check, tensors, numbers, options.window)
     if memo.params is None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from onchip import dispatch
-from onchip.mods import MaskMod, ScoreMod
 from onchip.problem import Tensors, needs_copy
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -234,28 +233,6 @@ def features(q: Tensor, batch: int, options, alibi_slopes: Any, sinks: Any) -> N
         _alibi(q, batch, q.shape[-2], alibi_slopes)
     if sinks is not None:
         _sinks(q, sinks)
-
-
-def user_functions(mods) -> None:
-    """Requires `prepare.Mods` to hold what they should."""
-    for name, mod, kind in (("score_mod", mods.score, ScoreMod), ("mask_mod", mods.mask, MaskMod)):
-        if mod is not None and not isinstance(mod, kind):
-            fix = f"Wrap the function: onchip.{kind.__name__}(function)."
-            reject(name, type(mod).__name__, f"an onchip.{kind.__name__}", fix, TypeError)
-
-
-def user_tensors(q: Tensor, mods) -> None:
-    """Requires the tensors of `prepare.Mods` to be usable by kernels."""
-    for name, mod in (("score_mod.aux", mods.score), ("mask_mod.aux", mods.mask)):
-        for x in () if mod is None else mod.aux:
-            same_device(name, x, q)
-            if not x.is_contiguous():
-                fix = "Functions get pointers: pass x.contiguous()."
-                reject(name, f"strides {x.stride()}", "contiguous tensors", fix)
-            trains = torch.is_grad_enabled() and x.requires_grad
-            if trains and getattr(mod, "aux_grad", None) is None:
-                fix = "Pass x.detach(), or give a ScoreMod its aux_grad."
-                reject(name, "a tensor that requires a gradient", "one that does not", fix)
 
 
 def _sinks(q: Tensor, sinks: Any) -> None:
