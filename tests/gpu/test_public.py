@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -15,6 +17,8 @@ from tests.tolerance import check_forward, check_gradients
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+# The kernel that a call gets on its own, which differs from GPU to GPU, and the one for all.
+each_kernel = pytest.mark.parametrize("kernel", [None, "portable"], ids=str)
 
 
 def _on_gpu(inputs):
@@ -26,12 +30,14 @@ def _features(name: str) -> dict:
     return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
 
 
+@each_kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", problems.DENSE_FEATURES)
-def test_values_and_gradients(name, dtype):
+def test_values_and_gradients(name, dtype, kernel):
     qkv = _on_gpu(problems.qkv(seqlen_q=200, seqlen_k=333, head_dim=64, dtype=dtype))
-    check_forward(onchip.attention, *qkv, **_features(name))
-    check_gradients(onchip.attention, *qkv, **_features(name))
+    call = functools.partial(onchip.attention, kernel=kernel)
+    check_forward(call, *qkv, **_features(name))
+    check_gradients(call, *qkv, **_features(name))
 
 
 def test_float64_is_refused_with_every_reason():
@@ -92,9 +98,12 @@ def test_opcheck(record):
             torch.library.opcheck(ops.backward_op, (*arguments, *tensors, *params))
 
 
-def test_compiled_training_step_equals_eager():
+@each_kernel
+def test_compiled_training_step_equals_eager(kernel):
     def loss(q, k, v):
-        out, lse = onchip.attention(q, k, v, causal=True, return_lse=True)
+        out, lse = onchip.attention(
+            q, k, v, causal=True, return_lse=True, deterministic=True, kernel=kernel
+        )
         return out.float().square().sum() + lse.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -108,12 +117,13 @@ def test_compiled_training_step_equals_eager():
             torch.testing.assert_close(traced, eager, rtol=0, atol=0)
 
 
-def test_packed_gradients():
+@each_kernel
+def test_packed_gradients(kernel):
     lengths = ([130, 0, 5, 300], [130, 9, 77, 300])
     q, k, v, given = problems.packed(*lengths, head_dim=64, dtype=torch.bfloat16)
     inputs = [x.requires_grad_() for x in _on_gpu((q, k, v))]
     given = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in given.items()}
-    out = onchip.attention_varlen(*inputs, causal=True, **given)
+    out = onchip.attention_varlen(*inputs, causal=True, kernel=kernel, **given)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, inputs, dout)
     offsets = {n: given[n].cpu() for n in ("cu_seqlens_q", "cu_seqlens_k")}
