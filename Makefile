@@ -1,6 +1,7 @@
 # make demo       a small language model answers through onchip, on this machine
 # make test       every test
 # make test-gpu   the GPU tests, where there is one (about 6 minutes on 16 cores: they compile)
+# make newest     the Hopper kernels compile with the newest Triton as well (170 MB to fetch)
 # make lint       ruff, pyright, import-linter, size report
 # make docs       the site, into build/site
 # make bench-cpu  measures the CPU kernels and renews README's tables
@@ -15,6 +16,7 @@ GPU_WORKERS ?= 12
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0
 TRITON := triton==3.6.0
+NEWEST_TRITON := triton==3.9.0
 PYRIGHT_VERSION := $(shell sed -n 's/^pyright==//p' constraints.txt)
 
 VENV := .venv
@@ -22,7 +24,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 
-.PHONY: demo test test-gpu lint docs bench-cpu clean
+.PHONY: demo test test-gpu newest lint docs bench-cpu clean
 .NOTPARALLEL:
 
 # OpenMP's threads wait by spinning, which starves them where something else runs: decode on two
@@ -36,6 +38,13 @@ test: $(VENV)/.dev
 # A fault on the GPU spoils a process's later tests: run a failing file alone before believing it.
 test-gpu: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(GPU_WORKERS) --dist worksteal tests/gpu
+
+newest: $(VENV)/.newest
+	ONCHIP_NEWEST_TRITON=$(CURDIR)/$(VENV)/newest $(PY) -m pytest -q tests/test_newest_triton.py
+
+$(VENV)/.newest: $(VENV)/.dev
+	$(PIP) -q --no-deps --upgrade --target $(VENV)/newest $(NEWEST_TRITON)
+	@touch $@
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

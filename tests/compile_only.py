@@ -30,10 +30,16 @@ class Call(NamedTuple):
     kwargs: dict
 
 
-def run_script(script: Path, *arguments: str) -> list[dict]:
-    """Runs a script without the interpreter; it prints one JSON value last."""
+def run_script(script: Path, *arguments: str, before: str = "") -> list[dict]:
+    """Runs a script without the interpreter; it prints one JSON value last.
+
+    Args:
+        script: its path.
+        arguments: its command line.
+        before: a directory whose packages come before the installed ones.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(Path(__file__).parents[1]), *sys.path]
+    paths = [before, str(Path(__file__).parents[1]), *sys.path]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

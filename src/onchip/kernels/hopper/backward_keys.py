@@ -8,14 +8,6 @@ and of keys.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.backward_walk import (
@@ -35,8 +27,17 @@ from onchip.kernels.hopper.gluon_backward import (
     hide,
     new_barriers,
     pass_turn,
-    tma_reduce_add,
     wait_turn,
+)
+from onchip.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    mbarrier,
+    tma,
+    tma_load,
+    tma_reduce_add,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 PIECE = gl.constexpr(64)  # keys of a piece: rows of one wgmma
@@ -146,12 +147,12 @@ def _load_tile(sources, S, walk, i, sizes, SPEC: gl.constexpr):
     mbarrier.wait(S.q_empty.index(stage), phase)
     mbarrier.expect(bar, BM * D * 2 + BM * 4)
     load_queries(sources.q, walk, head, row, bar, S.q.index(stage), BM, D)
-    tma.async_copy_global_to_shared(sources.lse, [line], bar, S.lse.index(stage))
+    tma_load(sources.lse, [line], bar, S.lse.index(stage))
     bar = S.do_full.index(stage)
     mbarrier.wait(S.do_empty.index(stage), phase)
     mbarrier.expect(bar, BM * DV * 2 + BM * 4)
     load_queries(sources.do, walk, head, row, bar, S.do.index(stage), BM, DV)
-    tma.async_copy_global_to_shared(sources.delta, [line], bar, S.delta.index(stage))
+    tma_load(sources.delta, [line], bar, S.delta.index(stage))
 
 
 @gluon.jit

@@ -8,14 +8,6 @@ and of keys.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.backward_walk import (
@@ -30,6 +22,14 @@ from onchip.kernels.hopper.backward_walk import (
     tile_at,
 )
 from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers
+from onchip.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @aggregate

@@ -7,8 +7,8 @@ D / D_v head dimensions, BM / BN rows and columns of a tile.
 from typing import NamedTuple
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from onchip.kernels.hopper.gluon_names import as_tiles, gl, tma_load, tma_store
 
 #: Rows of LSE, D and the float32 dQ that belong to one sequence only.
 STATS_BLOCK = gl.constexpr(128)
@@ -256,38 +256,30 @@ def turn_of(walk, m, sizes, SPEC: gl.constexpr):
 @gluon.jit
 def load_queries(desc, walk, head, row, bar, to, ROWS: gl.constexpr, D: gl.constexpr):
     """Starts to read rows of one head of Q or dO."""
-    LAYOUT: gl.constexpr = desc.layout
-    tma.async_copy_global_to_shared(
-        desc, [walk.q_batch, walk.q_end, walk.q_row + row, head, 0], bar,
-        to._reinterpret(desc.dtype, [1, 1, ROWS, 1, D], LAYOUT),
-    )  # fmt: skip
+    SHAPE: gl.constexpr = [1, 1, ROWS, 1, D]
+    place = [walk.q_batch, walk.q_end, walk.q_row + row, head, 0]
+    tma_load(desc, place, bar, as_tiles(to, desc, SHAPE))
 
 
 @gluon.jit
 def load_keys(desc, walk, head, row, bar, to, ROWS: gl.constexpr, D: gl.constexpr):
     """Starts to read rows of one head of K or V."""
-    LAYOUT: gl.constexpr = desc.layout
-    tma.async_copy_global_to_shared(
-        desc, [walk.k_batch, walk.k_end, walk.k_row + row, head, 0], bar,
-        to._reinterpret(desc.dtype, [1, 1, ROWS, 1, D], LAYOUT),
-    )  # fmt: skip
+    SHAPE: gl.constexpr = [1, 1, ROWS, 1, D]
+    place = [walk.k_batch, walk.k_end, walk.k_row + row, head, 0]
+    tma_load(desc, place, bar, as_tiles(to, desc, SHAPE))
 
 
 @gluon.jit
 def store_queries(desc, walk, head, row, source, ROWS: gl.constexpr, D: gl.constexpr):
     """Starts to write rows of one head of dQ."""
-    LAYOUT: gl.constexpr = desc.layout
-    tma.async_copy_shared_to_global(
-        desc, [walk.q_batch, walk.q_end, walk.q_row + row, head, 0],
-        source._reinterpret(desc.dtype, [1, 1, ROWS, 1, D], LAYOUT),
-    )  # fmt: skip
+    SHAPE: gl.constexpr = [1, 1, ROWS, 1, D]
+    place = [walk.q_batch, walk.q_end, walk.q_row + row, head, 0]
+    tma_store(desc, place, as_tiles(source, desc, SHAPE))
 
 
 @gluon.jit
 def store_keys(desc, walk, head, row, source, ROWS: gl.constexpr, D: gl.constexpr):
     """Starts to write rows of one head of dK or dV."""
-    LAYOUT: gl.constexpr = desc.layout
-    tma.async_copy_shared_to_global(
-        desc, [walk.k_batch, walk.k_end, walk.k_row + row, head, 0],
-        source._reinterpret(desc.dtype, [1, 1, ROWS, 1, D], LAYOUT),
-    )  # fmt: skip
+    SHAPE: gl.constexpr = [1, 1, ROWS, 1, D]
+    place = [walk.k_batch, walk.k_end, walk.k_row + row, head, 0]
+    tma_store(desc, place, as_tiles(source, desc, SHAPE))

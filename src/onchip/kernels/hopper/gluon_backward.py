@@ -1,21 +1,10 @@
-"""What the Hopper backward needs of Gluon 3.6 and does not find there, and maths of its tiles."""
+"""Turns and barriers of the Hopper backward, and maths of its tiles."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from onchip.kernels.hopper.gluon_names import gl, mbarrier
 
 _LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@builtin
-def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Memory += shared memory (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
-    )
 
 
 @gluon.jit

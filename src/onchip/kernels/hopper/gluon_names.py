@@ -6,8 +6,10 @@ an `if` inside of a kernel.
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
     fence_async_shared,
     mbarrier,
@@ -45,15 +47,38 @@ else:
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def in_pieces(tiles, descriptor, NUMBER: gl.constexpr, ROWS: gl.constexpr):
-        """The same shared memory as so many tiles of a descriptor, 64 columns each (3.9)."""
-        shape: gl.constexpr = [NUMBER, 1, 1, ROWS, 64]
-        return tiles.reinterpret(descriptor.dtype, shape, descriptor.layout)
+    def as_tiles(memory, descriptor, SHAPE: gl.constexpr):
+        """The same shared memory in another shape, laid out for a descriptor (3.9)."""
+        return memory.reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
 
 else:
 
     @gluon.jit
-    def in_pieces(tiles, descriptor, NUMBER: gl.constexpr, ROWS: gl.constexpr):
-        """The same shared memory as so many tiles of a descriptor, 64 columns each."""
-        shape: gl.constexpr = [NUMBER, 1, 1, ROWS, 64]
-        return tiles._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    def as_tiles(memory, descriptor, SHAPE: gl.constexpr):
+        """The same shared memory in another shape, laid out for a descriptor (3.6 to 3.8)."""
+        return memory._reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
+
+
+@gluon.jit
+def in_pieces(tiles, descriptor, NUMBER: gl.constexpr, ROWS: gl.constexpr):
+    """The same shared memory as so many tiles of a descriptor, 64 columns each."""
+    SHAPE: gl.constexpr = [NUMBER, 1, 1, ROWS, 64]
+    return as_tiles(tiles, descriptor, SHAPE)
+
+
+if hasattr(tma, "async_atomic_add"):
+
+    @gluon.jit
+    def tma_reduce_add(descriptor, place, tile):
+        """Memory += a tile (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it (3.8)."""
+        tma.async_atomic_add(descriptor, place, tile)
+
+else:
+
+    @builtin
+    def tma_reduce_add(descriptor, place, tile, _semantic=None):
+        """Memory += a tile (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it."""
+        place = _semantic._convert_to_ir_values(place, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(
+            ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, tile.handle
+        )
