@@ -40,6 +40,8 @@ CASES = {
     "all_empty": Case((1, 1), (0, 0), page=16, dtype=F32),
     "empty_with_sinks": Case((1, 1), (0, 70), page=16, sinks=True, dtype=F32),
     "dense": Case((1, 1), (90, 17), used=True, **GQA),
+    "dense_whole": Case((3, 3), (90, 90), causal=True, sinks=True, **GQA),
+    "dense_many": Case((40,), (170,), causal=True, dtype=F32, **GQA),
     "dense_several": Case((4, 4), (90, 17), used=True, causal=True, **GQA),
     "window": Case((1, 1), (190, 17), page=16, window=(70, 0), dtype=F32),
     "leftpad": Case((1, 1), (190, 80), page=16, first=(130, 3), dtype=F32),
@@ -183,8 +185,18 @@ def test_the_record_takes_few_queries_and_comes_before_the_forward():
     assert dispatch.choose(_on_gpu(call, num_splits=5)).name == "decode"
     assert dispatch.choose(_on_gpu(call, seqlen_q=17, tokens_q=34)).name == "hopper"
     assert MAX_DECODE_SPLITS == decode_config.MAX_SPLITS
+    assert dispatch.choose(_on_gpu(call, seqlen_q=17, seqlen_k=1024)).name == "decode"
     why = dispatch.rejections(_on_gpu(call, seqlen_q=17))["decode"]
-    assert why == ["takes S_q up to 16, not 17"]
+    assert why == [
+        "takes keys from 1024 on where there are more than 16 queries or no tensor of key "
+        "lengths, not 153"
+    ]
+    assert dispatch.rejections(_on_gpu(call, seqlen_q=65))["decode"] == [
+        "takes S_q up to 64, not 65"
+    ]
+    whole = build(replace(CASES["dense_whole"], dtype=torch.float16))
+    assert dispatch.choose(_on_gpu(whole)).name == "hopper"
+    assert dispatch.choose(_on_gpu(whole, seqlen_k=1024)).name == "decode"
     assert dispatch.choose(_on_gpu(build(CASES["several"]))).name == "portable"  # float32
 
 

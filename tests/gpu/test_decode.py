@@ -25,6 +25,8 @@ CASES = {
     "pages_of_3": Case((1, 1), (1530, 1), page=3, **GQA),
     "pages_of_8": Case((1, 1), (1530, 40), page=8, **GQA),
     "pages_of_256": Case((1, 1), (5300, 256), page=256, **GQA),
+    "dense_whole": Case((3, 3), (1900, 1900), causal=True, sinks=True, **GQA),
+    "dense_whole_many": Case((60, 60), (1900, 1900), causal=True, window=(700, -1), **GQA),
     "dense": Case((1, 1), (1900, 170), used=True, first=(190, 3), **GQA),
     "several": Case((3, 3), (1530, 40), page=16, causal=True, **GQA),
     "several_window": Case((4, 4), (1530, 40), page=3, causal=True, window=(300, -1), **GQA),
@@ -66,7 +68,8 @@ def configs(decode, call):
     chosen = decode.choose_decode(call.problem, 132)
     yield replace(chosen, splits=1, balanced=False)
     yield replace(chosen, splits=5, balanced=False, min_tiles=1)
-    yield replace(chosen, splits=2, balanced=True, min_tiles=1)
+    if call.problem.seqused_k:
+        yield replace(chosen, splits=2, balanced=True, min_tiles=1)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
 """The portable decode: a few queries a sequence over long keys, in plain Triton, in one launch.
 
-Method: the queries of a sequence (S_q <= 16) and the heads of one group are the rows of one
+Method: the queries of a sequence (S_q <= 64) and the heads of one group are the rows of one
 program, so that K and V are read once for the whole group. The keys of a sequence are cut into
 pieces (split-KV, Dao et al. 2023, Flash-Decoding); each piece is walked tile by tile with the
 online softmax (Milakov and Gimelshein 2018). A sequence of one piece is finished at once. Of

@@ -72,7 +72,7 @@ def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
         balanced, min_tiles = False, 1
     else:
         # With less work than that, balancing costs more at the start than it gains.
-        balanced = problem.batch > 1 and units >= 2 * num_sms
+        balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
         # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
         # memory pipes busy only with two programs on it.
         small_pages = 0 < problem.page_size < tile.block_n // 4

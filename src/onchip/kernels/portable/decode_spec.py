@@ -99,6 +99,7 @@ def _merged_rows(kept: int, width_v: int) -> int:
 
 
 def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> DecodeSpec:
+    assert problem.seqused_k or not config.balanced, "lengths that are all alike need no balance"
     several = problem.seqlen_q > 1
     cut = config.splits > 1 or config.balanced
     table = tensors.block_table
