@@ -233,6 +233,8 @@ _CONFIGS = {
     ("portable", Op.FORWARD): ("onchip.kernels.portable.config", "choose_forward"),
     ("portable", Op.BACKWARD): ("onchip.kernels.portable.backward_config", "choose_backward"),
     ("hopper", Op.FORWARD): ("onchip.kernels.hopper.config", "choose_forward"),
+    ("hopper", Op.BACKWARD): ("onchip.kernels.hopper.backward_config", "choose_backward"),
+    ("fp8_hopper", Op.FORWARD): ("onchip.kernels.hopper.fp8_config", "choose_fp8"),
     ("decode", Op.FORWARD): ("onchip.kernels.portable.decode_config", "choose_decode"),
 }
 

@@ -22,7 +22,9 @@ def test_a_comparison(tmp_path):
     assert [cell["part"] for cell in cells] == ["forward", "both"]
     for cell in cells:
         rows = {row["method"]: row for row in cell["rows"]}
-        for name in ("onchip portable", "three-step"):
+        own = [name for name in rows if name.startswith("onchip")]
+        assert "onchip portable" in own
+        for name in (*own, "three-step"):
             assert rows[name]["why_not"] == "" and rows[name]["time"]["median_us"] > 0
             assert rows[name]["peak_bytes"] > 0
         assert rows["three-step"]["peak_bytes"] > rows["onchip portable"]["peak_bytes"]
@@ -44,6 +46,6 @@ def test_counted_bytes_are_the_models():
         found = counters.count(ncu, metrics, call.name, call.words, bill)
     except counters.CountersError as error:
         pytest.skip(str(error))
-    assert len(found.kernels) == 1 and "attn_fwd_portable" in found.kernels[0].name
+    assert len(found.kernels) == 1 and found.kernels[0].name.startswith("attn_fwd_")
     assert sum(found.measured) == pytest.approx(sum(found.predicted), rel=0.15)
     torch.cuda.empty_cache()

@@ -12,35 +12,27 @@ N page size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onchip.analysis import cost
 from onchip.analysis.cost import Lengths
+from onchip.analysis.reads import (
+    Cache,
+    Transfer,
+    Walks,
+    once,
+    query_tiles,
+    read_again,
+    rounded,
+    rows_seeing,
+    scaled,
+    summed,
+)
 from onchip.problem import Op, Problem
 
 _TABLE_ITEMSIZE = 4  # block_table is int32
 _SLOT_ITEMSIZE = 8  # slot_mapping is int64
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Bytes of one tensor that a stage reads or writes.
-
-    Args:
-        tensor: its name.
-        slow_bytes: what slow memory serves.
-        requested_bytes: what the programs ask for; the L2 cache serves the difference.
-    """
-
-    tensor: str
-    slow_bytes: int
-    requested_bytes: int
-
-
-def once(tensor: str, num_bytes: int) -> Transfer:
-    """A tensor of which every byte is moved once."""
-    return Transfer(tensor, num_bytes, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -113,102 +105,12 @@ class Bill:
         return dict(total)
 
 
-@dataclass(frozen=True)
-class Cache:
-    """The L2 cache, as programs that read the same tensor again see it.
-
-    Args:
-        size_bytes: how much of that tensor it can hold.
-        num_programs: programs that run at one time; they walk in step and share what they read.
-    """
-
-    size_bytes: int
-    num_programs: int
-
-    def slow_bytes(self, unique_bytes: int, requested_bytes: int, num_walks: int) -> int:
-        """Slow bytes of `num_walks` programs that walk over the same `unique_bytes`.
-
-        Once if it stays in the cache, else once for each wave of programs.
-        """
-        if unique_bytes <= self.size_bytes:
-            return unique_bytes
-        num_waves = -(-num_walks // max(1, self.num_programs))
-        return min(requested_bytes, unique_bytes * num_waves)
-
-
-def rounded(span: range, block: int, limit: int) -> range:
-    """The span with its ends moved out to whole blocks, but not beyond `limit`."""
-    if not span:
-        return range(0)
-    return range(span.start // block * block, min(limit, -(-span.stop // block) * block))
-
-
-def query_tiles(s_q: int, block_m: int) -> Iterator[tuple[int, int]]:
-    """First and last row (exclusive) of each tile of queries."""
-    for start in range(0, s_q, block_m):
-        yield start, min(start + block_m, s_q)
-
-
-def rows_seeing(problem: Problem, keys: range, s_q: int, s_k: int) -> range:
-    """Queries that see at least one of some keys: `Mask.key_range` the other way round."""
-    mask, shift = problem.mask, s_k - s_q
-    start = 0 if mask.right < 0 else max(0, keys.start - shift - mask.right)
-    stop = s_q if mask.left < 0 else min(s_q, keys.stop - shift + mask.left)
-    return range(start, max(start, stop))
-
-
-class _Walks:
-    """Tokens that the tiles of one side read of the other, over all sequences.
-
-    Args:
-        spans: tokens that each tile of one sequence reads.
-    """
-
-    def __init__(self, spans: Iterable[range]):
-        spans = [span for span in spans if span]
-        self.count = len(spans)
-        self.requested = sum(map(len, spans))
-        # Bands move on monotonically, so that the union of their spans has no gap.
-        self.unique = range(
-            min((span.start for span in spans), default=0),
-            max((span.stop for span in spans), default=0),
-        )
-        self.spans = spans
-
-
-def _read_again(
-    tensor: str, walks: _Walks, token_bytes: int, repeats: int, cache: Cache | None
-) -> Transfer:
-    """A tensor that `repeats` rounds of walks read, one head of one sequence."""
-    requested = walks.requested * repeats * token_bytes
-    if cache is None:
-        return once(tensor, requested)
-    unique = len(walks.unique) * token_bytes
-    return Transfer(tensor, cache.slow_bytes(unique, requested, walks.count * repeats), requested)
-
-
-def _scaled(transfers: Iterable[Transfer], factor: int) -> list[Transfer]:
-    return [
-        Transfer(t.tensor, t.slow_bytes * factor, t.requested_bytes * factor) for t in transfers
-    ]
-
-
-def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """Transfers of the same tensor added up; tensors of no bytes are left out."""
-    slow: Counter[str] = Counter()
-    requested: Counter[str] = Counter()
-    for transfer in transfers:
-        slow[transfer.tensor] += transfer.slow_bytes
-        requested[transfer.tensor] += transfer.requested_bytes
-    return tuple(Transfer(name, slow[name], requested[name]) for name in slow if requested[name])
-
-
 def _over(
     problem: Problem, lengths: Lengths | None, make: Callable[[int, int], list[Transfer]]
 ) -> list[Transfer]:
     """Transfers of all sequences, made once for each distinct pair of lengths."""
     given = Counter(cost.sequence_lengths(problem) if lengths is None else lengths)
-    return [t for (s_q, s_k), n in given.items() for t in _scaled(make(s_q, s_k), n)]
+    return [t for (s_q, s_k), n in given.items() for t in scaled(make(s_q, s_k), n)]
 
 
 class _Sizes:
@@ -219,12 +121,12 @@ class _Sizes:
         self.rows = cost.tokens_q(problem, lengths) * problem.num_heads
         keys = cost.tokens_k(problem, lengths) * problem.num_kv_heads
         self.q = self.rows * problem.head_dim * itemsize
-        self.out = self.rows * problem.head_dim_v * itemsize
+        self.out = self.rows * problem.head_dim_v * cost.out_itemsize(problem)
         self.k = keys * problem.head_dim * problem.kv_dtype.itemsize
         self.v = keys * problem.head_dim_v * problem.kv_dtype.itemsize
         self.lse = self.rows * cost.lse_itemsize(problem)
         self.scores = cost.score_bytes(problem, lengths)
-        self.all_pairs = self.scores // itemsize
+        self.all_pairs = self.scores // cost.out_itemsize(problem)
         self.pairs = cost.num_pairs(problem, lengths) * problem.num_heads
 
 
@@ -260,27 +162,27 @@ def three_step(problem: Problem, lengths: Lengths | None = None) -> Bill:
     return Bill("three-step", stages)
 
 
-def _key_walks(problem: Problem, s_q: int, s_k: int, block_m: int, block_n: int) -> _Walks:
+def _key_walks(problem: Problem, s_q: int, s_k: int, block_m: int, block_n: int) -> Walks:
     """Keys that each tile of queries reads."""
-    return _Walks(
+    return Walks(
         rounded(problem.mask.key_range(start, stop, s_q, s_k), block_n, s_k)
         for start, stop in query_tiles(s_q, block_m)
     )
 
 
 def _kv_reads(
-    problem: Problem, walks: _Walks, cache: Cache | None, k_rounds: int = 1, repeats: int = 1
+    problem: Problem, walks: Walks, cache: Cache | None, k_rounds: int = 1, repeats: int = 1
 ) -> list[Transfer]:
     """K, V and block_table reads of one sequence: `repeats` walks by each query tile."""
     size, heads = problem.kv_dtype.itemsize, problem.num_kv_heads
     d, d_v = problem.head_dim * size, problem.head_dim_v * size
-    reads = _scaled([_read_again("k", walks, d, repeats * k_rounds, cache)], heads)
-    reads += _scaled([_read_again("v", walks, d_v, repeats, cache)], heads)
+    reads = scaled([read_again("k", walks, d, repeats * k_rounds, cache)], heads)
+    reads += scaled([read_again("v", walks, d_v, repeats, cache)], heads)
     if problem.page_size:
         # A token's page number is wanted once in each round; k and v share it.
-        pages = _Walks(rounded_pages(span, problem.page_size) for span in walks.spans)
+        pages = Walks(rounded_pages(span, problem.page_size) for span in walks.spans)
         rounds = repeats * k_rounds * heads
-        reads.append(_read_again("block_table", pages, _TABLE_ITEMSIZE, rounds, cache))
+        reads.append(read_again("block_table", pages, _TABLE_ITEMSIZE, rounds, cache))
     return reads
 
 
@@ -304,7 +206,7 @@ def _fused(problem, block_m, block_n, lengths, cache, k_rounds: int) -> tuple:
         ),
     )
     writes = (once("out", size.out), once("lse", size.lse))
-    return size, _summed([once("q", size.q), *reads]), _summed(writes)
+    return size, summed([once("q", size.q), *reads]), summed(writes)
 
 
 def fused_without_online_softmax(
@@ -369,16 +271,16 @@ def decode(
         return _kv_reads(problem, _key_walks(problem, s_q, s_k, max(1, s_q), block_n), None)
 
     q = Transfer("q", size.q, size.q * num_splits)
-    reads = _summed([q, *_over(problem, lengths, reads_of)])
+    reads = summed([q, *_over(problem, lengths, reads_of)])
     out, lse = once("out", size.out), once("lse", size.lse)
     flops = cost.flops(problem, lengths)
     if num_splits == 1:
-        return Bill("decode", (Stage("decode", flops, size.pairs, reads, _summed([out, lse])),))
+        return Bill("decode", (Stage("decode", flops, size.pairs, reads, summed([out, lse])),))
     parts = (
         once("partial out", 4 * size.rows * problem.head_dim_v * num_splits),
         once("partial lse", 4 * size.rows * num_splits),
     )
-    merge = Stage("merge", 0, size.rows * num_splits, parts, _summed([out, lse]))
+    merge = Stage("merge", 0, size.rows * num_splits, parts, summed([out, lse]))
     return Bill("decode", (Stage("split", flops, size.pairs, reads, parts), merge))
 
 
@@ -389,6 +291,7 @@ def backward(
     lengths: Lengths | None = None,
     cache: Cache | None = None,
     dv: tuple[int, int] | None = None,
+    copies_lse: bool = False,
 ) -> Bill:
     """The backward with recomputation, in three launches: D, then dK and dV, then dQ.
 
@@ -403,11 +306,12 @@ def backward(
         lengths: (S_q, S_k) of each sequence.
         cache: the L2 cache; without one every request goes to slow memory.
         dv: as dkdv, of a launch that makes dV alone; `dkdv` makes dK alone then.
+        copies_lse: whether the first launch also writes the LSE in another unit.
     """
     lengths = _kept(lengths)
     size = _Sizes(problem, lengths)
     delta, dout = once("delta", 4 * size.rows), once("dout", size.out)
-    pre = Stage("delta", 0, 0, _summed([once("out", size.out), dout]), _summed([delta]))
+    pre = _first_stage(size, copies_lse)
     parts = {"dkdv": dkdv} if dv is None else {"dv": dv, "dk": dkdv}
     keys = [_key_stage(problem, part, tile, lengths, cache) for part, tile in parts.items()]
     owned = [once("q", size.q), dout, once("lse", size.lse), delta]
@@ -417,29 +321,70 @@ def backward(
         lambda q, k: _kv_reads(problem, _key_walks(problem, q, k, *dq), cache, 1, problem.group),
     )
     flops = 2 * size.pairs * (2 * problem.head_dim + problem.head_dim_v)
-    out = _summed([once("dq", size.q)])
-    queries = Stage("dq", flops, size.pairs, _summed(owned + walked), out)
+    out = summed([once("dq", size.q)])
+    queries = Stage("dq", flops, size.pairs, summed(owned + walked), out)
     return Bill("backward", (pre, *keys, queries))
 
 
-def _key_stage(problem, part: str, tile: tuple[int, int], lengths, cache) -> Stage:
-    """The launch whose programs own keys: "dkdv", or "dv" or "dk" alone."""
+def _first_stage(size: _Sizes, copies_lse: bool, *more: Transfer) -> Stage:
+    """D = rowsum(dO * O), and what else the first launch of a backward writes."""
+    lse = [once("lse", size.lse)] * copies_lse
+    reads = [once("out", size.out), once("dout", size.out), *lse]
+    writes = [once("delta", 4 * size.rows), *lse, *more]
+    return Stage("delta", 0, 0, summed(reads), summed(writes))
+
+
+def backward_summed(
+    problem: Problem,
+    tile: tuple[int, int],
+    width: int,
+    lengths: Lengths | None = None,
+    cache: Cache | None = None,
+) -> Bill:
+    """The backward in 5 products: the launch that owns keys adds to dQ in float32.
+
+    That sum is cleared by the first launch, fetched and written back for each wave of programs
+    that add to it, and rounded to dQ by a last launch.
+
+    Args:
+        problem: the call.
+        tile: (query rows, keys) of a tile.
+        width: columns of the float32 sum.
+        lengths: (S_q, S_k) of each sequence.
+        cache: the L2 cache; without one every request goes to slow memory.
+    """
+    lengths = _kept(lengths)
+    size = _Sizes(problem, lengths)
+    total = once("dq sum", 4 * size.rows * width)
+    keys = _key_stage(problem, "dkdv", tile, lengths, cache, width)
+    last = Stage("dq", 0, 0, summed([total]), summed([once("dq", size.q)]))
+    return Bill("backward", (_first_stage(size, True, total), keys, last))
+
+
+def _key_stage(problem, part: str, tile: tuple[int, int], lengths, cache, width: int = 0) -> Stage:
+    """The launch whose programs own keys: "dkdv", or "dv" or "dk" alone.
+
+    `width`: columns of a float32 sum of dQ that it adds to; 0 for none.
+    """
     size, d, d_v = _Sizes(problem, lengths), problem.head_dim, problem.head_dim_v
     makes_k, makes_v = "dk" in part, "dv" in part
     owned = [once("k", size.k), *([once("v", size.v)] if makes_k else [])]
-    walked = _over(problem, lengths, lambda q, k: _row_reads(problem, q, k, *tile, cache))
+    walked = _over(problem, lengths, lambda q, k: _row_reads(problem, q, k, *tile, cache, width))
     if not makes_k:
         walked = [t for t in walked if t.tensor != "delta"]
     writes = [once("dk", size.k)] * makes_k + [once("dv", size.v)] * makes_v
-    # S again; then dO V^T and dS^T Q for dK, P^T dO for dV.
-    widths = d + makes_k * (d_v + d) + makes_v * d_v
-    reads = _summed(owned + walked)
-    return Stage(part, 2 * size.pairs * widths, size.pairs, reads, _summed(writes))
+    writes += [t for t in walked if t.tensor == "dq sum"]
+    # S again; then dO V^T and dS^T Q for dK, P^T dO for dV, dS K for dQ.
+    widths = d + makes_k * (d_v + d) + makes_v * d_v + d * (width > 0)
+    reads = summed(owned + walked)
+    return Stage(part, 2 * size.pairs * widths, size.pairs, reads, summed(writes))
 
 
-def _row_reads(problem, s_q: int, s_k: int, block_m: int, block_n: int, cache) -> list[Transfer]:
+def _row_reads(
+    problem, s_q: int, s_k: int, block_m: int, block_n: int, cache, width: int
+) -> list[Transfer]:
     """What tiles of keys read of the query side, of one sequence."""
-    walks = _Walks(
+    walks = Walks(
         rounded(rows_seeing(problem, range(*tile), s_q, s_k), block_m, s_q)
         for tile in query_tiles(s_k, block_n)
     )
@@ -449,9 +394,10 @@ def _row_reads(problem, s_q: int, s_k: int, block_m: int, block_n: int, cache) -
         "dout": problem.head_dim_v * size,
         "lse": cost.lse_itemsize(problem),
         "delta": 4,
+        "dq sum": 4 * width,
     }
-    reads = [_read_again(name, walks, n, 1, cache) for name, n in row_bytes.items()]
-    return _scaled(reads, problem.num_heads)
+    reads = [read_again(name, walks, n, 1, cache) for name, n in row_bytes.items()]
+    return scaled(reads, problem.num_heads)
 
 
 def store(problem: Problem, lengths: Lengths | None = None) -> Bill:
@@ -461,6 +407,6 @@ def store(problem: Problem, lengths: Lengths | None = None) -> Bill:
     v = tokens * problem.num_kv_heads * problem.head_dim_v
     size, cached = problem.dtype.itemsize, problem.kv_dtype.itemsize
     slots = once("slot_mapping", tokens * _SLOT_ITEMSIZE)
-    reads = _summed([once("k", k * size), once("v", v * size), slots])
-    writes = _summed([once("k_cache", k * cached), once("v_cache", v * cached)])
+    reads = summed([once("k", k * size), once("v", v * size), slots])
+    writes = summed([once("k_cache", k * cached), once("v_cache", v * cached)])
     return Bill("store", (Stage("store", 0, 0, reads, writes),))

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from onchip.problem import Layout, Op, Problem
 
 Lengths = Iterable[tuple[int, int]]
@@ -70,7 +72,7 @@ def traffic_bytes(problem: Problem, lengths: Lengths | None = None) -> int:
         return tokens_q(problem, lengths) * kv_token * (size + kv_size)
     rows = tokens_q(problem, lengths) * problem.num_heads
     q_bytes = rows * problem.head_dim * size
-    out_bytes = rows * problem.head_dim_v * size
+    out_bytes = rows * problem.head_dim_v * out_itemsize(problem)
     kv_bytes = tokens_k(problem, lengths) * kv_token * kv_size
     if problem.op is Op.FORWARD:
         return q_bytes + kv_bytes + out_bytes + rows * lse_itemsize(problem)
@@ -82,10 +84,19 @@ def lse_itemsize(problem: Problem) -> int:
     return max(4, problem.dtype.itemsize)
 
 
+def out_itemsize(problem: Problem) -> int:
+    """Bytes of an output's element: q's, but for float8, whose outputs are wider."""
+    dtype = getattr(torch, problem.out_dtype) if problem.out_dtype else problem.dtype
+    return dtype.itemsize
+
+
 def score_bytes(problem: Problem, lengths: Lengths | None = None) -> int:
-    """Bytes of S, all pairs of all heads, the hidden ones included: what three steps keep."""
+    """Bytes of S, all pairs of all heads, the hidden ones included: what three steps keep.
+
+    In the dtype of the output: three steps keep no scores in float8.
+    """
     lengths = sequence_lengths(problem) if lengths is None else lengths
-    return problem.num_heads * sum(q * k for q, k in lengths) * problem.dtype.itemsize
+    return problem.num_heads * sum(q * k for q, k in lengths) * out_itemsize(problem)
 
 
 def three_step_bytes(problem: Problem, lengths: Lengths | None = None) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from itertools import pairwise
 
-from onchip.analysis.bill import query_tiles, rounded
 from onchip.analysis.pipeline import Schedule, Span
+from onchip.analysis.reads import query_tiles, rounded
 from onchip.analysis.tiles import require_work
 from onchip.problem import Problem
 

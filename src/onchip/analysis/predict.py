@@ -1,8 +1,8 @@
 """What a call should take on a GPU: its bill, the roofline and its tiles joined.
 
 A config is taken by its fields, so that nothing of a kernel is imported here: one with `dkdv`
-and `dq` (and perhaps `dv`) is a backward's, one with `splits` a decode's, and any other has
-block_m and block_n.
+and `dq` (and perhaps `dv`) or with `apart` is a backward's, one with `splits` a decode's, and
+any other has block_m and block_n. Those with `apart` or `warpgroups` have roles (`roles`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from onchip.analysis import bill as bills
-from onchip.analysis import cost, tiles
+from onchip.analysis import cost, roles, tiles
 from onchip.analysis.bill import Bill
 from onchip.analysis.hardware import Hardware
 from onchip.analysis.roofline import Point, Roofline, cache_of, roofline
@@ -182,6 +182,13 @@ def predict(
 
 
 def _bill(problem: Problem, config: Any, lengths, cache: bills.Cache) -> Bill:
+    if hasattr(config, "apart"):
+        keys = (config.block_m, config.block_n)
+        if not config.apart:
+            width = roles.padded(problem.head_dim)
+            return bills.backward_summed(problem, keys, width, lengths, cache)
+        queries = (2 * config.block_m, config.block_n)
+        return bills.backward(problem, keys, queries, lengths, cache, copies_lse=True)
     if problem.op is Op.BACKWARD:
         dkdv, dq = (_tile_of(_field(config, name)) for name in ("dkdv", "dq"))
         alone = _field(config, "dv")
@@ -202,6 +209,13 @@ def _tile_of(config: Any) -> tuple[int, int]:
 
 def _tilings(problem: Problem, hardware: Hardware, config: Any, lengths) -> dict[str, Tiling]:
     """Tilings by the names of the bill's stages."""
+    if roles.has_roles(config):
+        return {
+            "flash" if part == "forward" else part: roles.tiling(
+                problem, config, hardware, part, lengths
+            )
+            for part in roles.parts(config, problem)
+        }
     if problem.op is Op.BACKWARD:
         alone = _field(config, "dv")
         keys = {"dv": alone, "dk": config.dkdv} if alone else {"dkdv": _field(config, "dkdv")}

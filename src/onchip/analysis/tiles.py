@@ -29,8 +29,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from onchip.analysis import cost
-from onchip.analysis.bill import query_tiles, rounded, rows_seeing
 from onchip.analysis.hardware import Hardware
+from onchip.analysis.reads import query_tiles, rounded, rows_seeing
 from onchip.problem import Layout, Problem
 
 ALLOWANCE_BYTES = 2048
@@ -335,7 +335,7 @@ def tiling(
         blocks,
         limiter,
         problem.batch * _heads(walker),
-        *_spread(walker, shape.block_m, shape.block_n, hardware.num_sms, blocks, tuple(lengths)),
+        *spread(walker, shape.block_m, shape.block_n, hardware.num_sms, blocks, tuple(lengths)),
     )
 
 
@@ -393,7 +393,9 @@ def _walk_lengths(part: Part, block_m: int, block_n: int, s_q: int, s_k: int) ->
     return [-(-len(span) // block_n) for span in spans]
 
 
-class _Spread(NamedTuple):
+class Spread(NamedTuple):
+    """How the programs of a launch fill a GPU (fields of `Tiling`)."""
+
     num_programs: int
     waves: int
     idle_sms: int
@@ -403,10 +405,10 @@ class _Spread(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _spread(
+def spread(
     part: Part, block_m: int, block_n: int, num_sms: int, blocks: int, lengths: tuple
-) -> _Spread:
-    """How the programs of a launch fill a GPU (the fields of `Tiling`)."""
+) -> Spread:
+    """How the programs of a launch with tiles of such sizes fill a GPU."""
     heads = _heads(part)
     walks: Counter[int] = Counter()
     for (s_q, s_k), n in Counter(lengths).items():
@@ -417,7 +419,7 @@ def _spread(
     pairs = cost.num_pairs(part.problem, lengths) * part.problem.num_heads
     block, side = (block_m, 0) if part.owns_keys else (block_n, 1)
     walked = sum(-(-pair[side] // block) for pair in lengths) * part.problem.num_heads
-    return _Spread(
+    return Spread(
         num_programs,
         waves=-(-num_programs // slots),
         idle_sms=max(0, num_sms - num_programs),

@@ -81,7 +81,8 @@ def _decode(batch: int, length: int) -> Callable[[], object]:
 
 
 def _predicted(case: Case, op: Op, hardware: Hardware) -> Bill:
-    told = dispatch.explain(case.problem(op), None, None, hardware).prediction
+    kernel = _own(case).name.removeprefix("onchip ")  # whose backward it is too
+    told = dispatch.explain(case.problem(op), kernel, None, hardware).prediction
     assert told is not None, "a GPU with a record has a prediction"
     return told.bill
 
