@@ -11,7 +11,7 @@ import torch
 
 from onchip import dispatch
 from onchip.analysis import bill as bills
-from onchip.analysis import roles, tiles
+from onchip.analysis import planner, roles, tiles
 from onchip.analysis.hardware import Hardware
 from onchip.analysis.predict import predict
 from onchip.kernels.hopper import backward_config, config, fp8_config
@@ -172,3 +172,29 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match="has roles, which need sm_90; A100 80GB is sm_80"):
         roles.tiling(problem_of(), config.choose_forward(problem_of()), a100)
     assert not roles.has_roles(SimpleNamespace(block_m=64, block_n=64))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [Mask(), Mask(-1, 0)])
+def test_what_the_kernel_chooses_is_in_the_plan(d, mask):
+    """And the model, which only reckons, takes it for one of the good ones."""
+    problem = problem_of(d=d, mask=mask, seqlen=16384)
+    plan = planner.plan_roles(problem, H200)
+    chosen = planner.RoleShape.of(config.choose_forward(problem))
+    (time_us,) = (c.model_us for c in plan.feasible if c.shape == chosen)
+    assert time_us < 1.2 * plan.feasible[0].model_us
+    assert len(plan.feasible) + len(plan.failing) == 48
+    assert chosen.registers == config.choose_forward(problem).registers
+    assert str(plan.feasible[0].shape) in str(plan).splitlines()[0]
+
+
+def test_plans_say_why_the_rest_fails():
+    failing = dict(planner.plan_roles(problem_of(), H200).failing)
+    why = failing[planner.RoleShape(3, 64, 2, 1)]
+    assert why == ("a warpgroup would skip more than one tile of keys",)
+    why = failing[planner.RoleShape(2, 256, 2, 1)]
+    assert why[0].startswith("needs 304 KiB of shared memory; H200 gives 227 KiB")
+    assert "holds 256 registers of tiles a consumer thread; 240 are allowed" in why
+    assert planner.plan_roles(problem_of(), Hardware.named("L4")).feasible == ()
+    with pytest.raises(ValueError, match="seqlen_k: got 0"):
+        planner.plan_roles(problem_of(seqlen_k=0), H200)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
-from onchip.analysis import cost
+from onchip.analysis import cost, roles
 from onchip.analysis.hardware import Hardware
 from onchip.analysis.tiles import (
     MAX_REGISTERS,
@@ -26,6 +28,8 @@ from onchip.problem import Problem
 BLOCKS = (16, 32, 64, 128, 256)
 WARPS = (4, 8)
 STAGES = (1, 2, 3, 4)
+#: Of kernels whose warpgroups have roles: consumers, keys of a tile, tiles of Q.
+WARPGROUPS, ROLE_BLOCKS, Q_BUFFERS = (2, 3), (64, 128, 256), (1, 3)
 #: What the older instruction (mma) reaches of an sm_90's tensor cores: about 0.63
 #: (Luo et al. 2024, "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture").
 _MMA_ON_SM90 = 0.63
@@ -38,21 +42,49 @@ _LANES, _SCORE_OPS, _L2_BYTES_CLOCK, _STEP_CLOCKS = 128, 5, 64, 200
 
 
 @dataclass(frozen=True)
+class RoleShape:
+    """How a forward with roles cuts its work, in the words of its config.
+
+    Args:
+        warpgroups: consumers, 64 query rows each.
+        block_n: keys of a tile.
+        stages: K/V tiles in flight.
+        q_buffers: tiles of Q in shared memory.
+    """
+
+    warpgroups: int
+    block_n: int
+    stages: int
+    q_buffers: int
+
+    @classmethod
+    def of(cls, config: Any) -> RoleShape:
+        """The shape of any config that has these four attributes."""
+        return cls(config.warpgroups, config.block_n, config.stages, config.q_buffers)
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer thread: what one warpgroup that loads leaves of an SM's."""
+        return roles.consumer_registers(self.warpgroups)
+
+    def __str__(self) -> str:
+        rows = roles.ROWS * self.warpgroups
+        return f"{rows}x{self.block_n}, {self.stages} stages, {self.q_buffers} tiles of Q"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A tile shape that fits.
 
     Args:
+        shape: the tile shape.
         tiling: what it uses and how it fills the GPU.
         model_us: the model's time, good for ranking.
     """
 
+    shape: TileShape | RoleShape
     tiling: Tiling
     model_us: float
-
-    @property
-    def shape(self) -> TileShape:
-        """The tile shape."""
-        return self.tiling.shape
 
 
 @dataclass(frozen=True)
@@ -65,7 +97,7 @@ class Plan:
     """
 
     feasible: tuple[Candidate, ...]
-    failing: tuple[tuple[TileShape, tuple[str, ...]], ...]
+    failing: tuple[tuple[TileShape | RoleShape, tuple[str, ...]], ...]
 
     def __str__(self) -> str:
         lines = [
@@ -97,9 +129,7 @@ def plan(problem: Problem, hardware: Hardware, part: str = "forward") -> Plan:
     Raises:
         ValueError: if the problem has no work, or the GPU does not multiply its dtype.
     """
-    require_work(problem)
-    hardware.flops(problem.dtype)
-    walker = Part(part, problem, hardware.arch)
+    walker = _walker(problem, hardware, part)
     feasible, failing = [], []
     for shape in candidates():
         why = reasons(walker, shape, hardware)
@@ -107,18 +137,45 @@ def plan(problem: Problem, hardware: Hardware, part: str = "forward") -> Plan:
             failing.append((shape, tuple(why)))
             continue
         found = tiling(problem, shape, hardware, part)
-        feasible.append(Candidate(found, model_us(walker, found, hardware)))
+        feasible.append(Candidate(shape, found, model_us(walker, found, hardware)))
+    return Plan(_ordered(feasible), tuple(failing))
+
+
+def plan_roles(problem: Problem, hardware: Hardware) -> Plan:
+    """`plan` for a forward whose warpgroups have roles (the kernels for sm_90 in Gluon)."""
+    walker = _walker(problem, hardware, "forward")
+    feasible, failing = [], []
+    for shape in (RoleShape(*each) for each in product(WARPGROUPS, ROLE_BLOCKS, STAGES, Q_BUFFERS)):
+        why = roles.reasons(roles.use(problem, shape), hardware)
+        if roles.ROWS * (shape.warpgroups - 1) > shape.block_n:
+            why.append("a warpgroup would skip more than one tile of keys")
+        if why:
+            failing.append((shape, tuple(why)))
+            continue
+        found = roles.tiling(problem, shape, hardware)
+        feasible.append(Candidate(shape, found, model_us(walker, found, hardware)))
+    return Plan(_ordered(feasible), tuple(failing))
+
+
+def _walker(problem: Problem, hardware: Hardware, part: str) -> Part:
+    """The kernel to plan for, once it is known that it has work and its dtype a unit."""
+    require_work(problem)
+    hardware.flops(problem.dtype)
+    return Part(part, problem, hardware.arch)
+
+
+def _ordered(feasible: list[Candidate]) -> tuple[Candidate, ...]:
+    """The likely best first.
+
+    Times within some 3 % count as one: then fewer reads of K and V, then less memory win.
+    """
     fastest = min((c.model_us for c in feasible), default=1.0)
-    # Times within some 5 % count as one: then fewer reads of K and V, then less memory win.
-    feasible.sort(
-        key=lambda c: (
-            round(c.model_us / fastest / _SAME),
-            c.tiling.re_reads,
-            c.tiling.shared_bytes,
-            c.tiling.registers_per_thread,
-        )
-    )
-    return Plan(tuple(feasible), tuple(failing))
+
+    def rank(c: Candidate) -> tuple:
+        used = c.tiling.shared_bytes, c.tiling.registers_per_thread
+        return round(c.model_us / fastest / _SAME), c.tiling.re_reads, *used
+
+    return tuple(sorted(feasible, key=rank))
 
 
 def model_us(part: Part, found: Tiling, hardware: Hardware) -> float:

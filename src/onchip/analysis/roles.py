@@ -22,7 +22,8 @@ from onchip.problem import Op, Problem
 ARCH = "sm_90"
 #: Query rows, or keys, that one warpgroup multiplies at a time.
 ROWS = 64
-_WARPGROUP = 4  # warps
+_WARPGROUP, _THREADS = 4, 128  # warps and threads of a warpgroup
+_REGISTERS, _LOADER_REGISTERS = 65536, 24  # of an SM; of a thread that loads, the fewest allowed
 
 
 class Use(NamedTuple):
@@ -145,6 +146,11 @@ def reasons(used: Use, hardware: Hardware) -> list[str]:
     if held > used.allowed:
         why.append(f"holds {held} registers of tiles a consumer thread; {used.allowed} are allowed")
     return why
+
+
+def consumer_registers(warpgroups: int) -> int:
+    """Registers of a consumer thread where one warpgroup loads and gives its own away."""
+    return (_REGISTERS // _THREADS - _LOADER_REGISTERS) // warpgroups // 8 * 8
 
 
 def launch_registers(num_warps: int, hardware: Hardware) -> int:
