@@ -150,7 +150,7 @@ def test_grids_are_the_planners(causal):
     for (n, heads), plan in zip(sizes, told, strict=True):
         problem = problem_of(n, heads, mask=Mask(right=0 if causal else -1))
         part = tiles.Part("forward", problem, "sm_90")
-        want = tiles._spread(part, shape.block_m, shape.block_n, gpu.num_sms, 1, ((n, n),))
+        want = tiles.spread(part, shape.block_m, shape.block_n, gpu.num_sms, 1, ((n, n),))
         assert len(plan["runs"]) == want.num_programs and plan["idle"] == want.idle_sms
         assert plan["imbalance"] == pytest.approx(want.imbalance)
         by_sm: dict[int, float] = {}

@@ -26,7 +26,7 @@ def test_balance_is_the_planners(causal):
     found = placement(problem, 128, 64, 20)
     busy = sum(found.busy_us(lane) for lane in found.lanes)
     part = tiles.Part("forward", problem, "sm_90")
-    want = tiles._spread(part, 128, 64, 20, 1, ((2000, 2000),))
+    want = tiles.spread(part, 128, 64, 20, 1, ((2000, 2000),))
     assert found.total_us * 20 / busy == pytest.approx(want.imbalance)
     assert len(found.spans) == want.num_programs
     in_order = placement(problem, 128, 64, 20, longest_first=False)
