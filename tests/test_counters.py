@@ -37,9 +37,10 @@ def test_parse():
         ("wait", 0.5),
     ]
     assert second.tensor_percent is None and second.stalls == {}
-    count = counters.Count("x", "a call", (first, second), (2000100, 400000))
+    count = counters.Count("x", "a call", (first, second), (2000100, 400000), 500_000)
     assert count.measured == (2000100, 500050)
     text = str(count)
+    assert "  5 bytes for each pair" in text
     assert "+0.0%" in text and "+25.0%" in text and "waits: barrier 2.2, wait 0.5" in text
 
 
@@ -92,7 +93,8 @@ def test_predictions(monkeypatch):
     gpu = Hardware.named("H200")
     steps, forward = (counted.CALLS[f"{n}-16384"].bill(gpu) for n in ("three-step", "forward"))
     assert sum(counters.predicted_bytes(steps)) == pytest.approx(8 * 2 * 16384**2, rel=0.01)
-    pair_bytes = sum(counters.predicted_bytes(forward)) / (2 * 32 * 16384**2)
+    assert counted.CALLS["three-step-16384"].pairs == 2 * 16384**2
+    pair_bytes = sum(counters.predicted_bytes(forward)) / counted.CALLS["forward-16384"].pairs
     assert pair_bytes < 8 / 10
     stage = Stage("x", 1, 0, (once("a", 5), once("b", 6)), (once("c", 7),))
     assert counters.predicted_bytes(Bill("m", (stage, stage))) == (22, 14)

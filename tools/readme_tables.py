@@ -217,8 +217,8 @@ def counters(path: Path = RESULTS / "h200" / "counters.json") -> str:
     where = "{device}, driver {driver}, {date}".format(
         driver=report["nvidia_smi"].get("driver_version", "?"), **report
     )
-    head = ["call", "read", "predicted", "written", "predicted", "in all, measured / predicted",
-            "kernels: time, DRAM, tensor cores, bank conflicts, waits"]  # fmt: skip
+    head = ["call", "read", "predicted", "written", "predicted", "in all, measured / predicted"]
+    head += ["bytes a pair and head", "kernels: time, DRAM, tensor cores, bank conflicts, waits"]
     return f"{where}:\n\n{table(head, [_count_row(call) for call in report['calls']])}"
 
 
@@ -229,7 +229,8 @@ def _count_row(call: dict) -> list[str]:
     kernel_words = "<br>".join(_kernel_words(kernel) for kernel in kernels)
     return [
         call["words"], human(read), human(wanted[0]), human(written), human(wanted[1]),
-        f"{(read + written) / sum(wanted):.2f}", kernel_words,
+        f"{(read + written) / sum(wanted):.2f}", f"{(read + written) / call['pairs']:.2g}",
+        kernel_words,
     ]  # fmt: skip
 
 

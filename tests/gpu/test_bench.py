@@ -43,7 +43,7 @@ def test_counted_bytes_are_the_models():
         metrics = counters.chosen(counters.available(ncu))
         call = counted.CALLS["forward-4096"]
         bill = call.bill(Hardware.detect())
-        found = counters.count(ncu, metrics, call.name, call.words, bill)
+        found = counters.count(ncu, metrics, call, bill)
     except counters.CountersError as error:
         pytest.skip(str(error))
     assert len(found.kernels) == 1 and found.kernels[0].name.startswith("attn_fwd_")

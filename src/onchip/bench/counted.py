@@ -37,12 +37,14 @@ class Counted:
         words: for people.
         pose: makes the call, all but the counted part already done.
         bill: the model's bill on a GPU.
+        pairs: of query and key, over all heads.
     """
 
     name: str
     words: str
     pose: Callable[[], Callable[[], object]]
     bill: Callable[[Hardware], Bill]
+    pairs: int
 
 
 def _case(length: int, batch: int, heads: int = _HEADS) -> Case:
@@ -106,16 +108,19 @@ def _square(length: int, batch: int) -> list[Counted]:
             f"three steps, B = 1, N = {length}, H = {steps.heads}, D = {_DIM}",
             lambda: _forward(steps, "three-step"),
             lambda hardware: bills.three_step(steps.problem()),
+            steps.heads * length**2,
         ),
         Counted(
             f"forward-{length}", f"forward, B = {batch}, {size}",
             lambda: _forward(case, "onchip"),
             lambda hardware: _predicted(case, Op.FORWARD, hardware),
+            batch * _HEADS * length**2,
         ),
         Counted(
             f"backward-{length}", f"backward, B = {batch}, {size}",
             lambda: _backward(case),
             lambda hardware: _predicted(case, Op.BACKWARD, hardware),
+            batch * _HEADS * length**2,
         ),
     ]  # fmt: skip
 
@@ -126,6 +131,7 @@ def _decoding(batch: int, length: int) -> Counted:
         f"decode, B = {batch}, {length} keys, H = {_HEADS}/{_KV_HEADS}, D = {_DIM}, pages of 16",
         lambda: _decode(batch, length),
         lambda hardware: _decode_bill(batch, length, hardware),
+        batch * _HEADS * length,
     )
 
 

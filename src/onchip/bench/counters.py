@@ -17,9 +17,13 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onchip.analysis.bill import Bill
 from onchip.analysis.words import human, human_us
+
+if TYPE_CHECKING:
+    from onchip.bench.counted import Counted
 
 #: Where Nsight Compute and the CUDA toolkit install it, beside the PATH.
 _PLACES = (
@@ -87,12 +91,14 @@ class Count:
         words: for people.
         kernels: in the order of their launches.
         predicted: (bytes read, bytes written) by the model.
+        pairs: of query and key, over all heads.
     """
 
     name: str
     words: str
     kernels: tuple[Kernel, ...]
     predicted: tuple[int, int]
+    pairs: int
 
     @property
     def measured(self) -> tuple[int, int]:
@@ -112,6 +118,8 @@ class Count:
                 f"  {what:<8}{human(measured):>11} measured "
                 f"{human(predicted):>11} predicted {gap:>8}"
             )
+        a_pair = f"{sum(self.measured) / self.pairs:.2g}"
+        lines.append(f"  {a_pair} bytes for each pair of query and key, and head")
         return "\n".join([*lines, *map(_kernel_line, self.kernels)]) + "\n"
 
 
@@ -225,8 +233,14 @@ def predicted_bytes(bill: Bill) -> tuple[int, int]:
     return reads, sum(t.slow_bytes for stage in bill.stages for t in stage.writes)
 
 
-def count(ncu: str, metrics: list[str], name: str, words: str, bill: Bill) -> Count:
+def count(ncu: str, metrics: list[str], call: Counted, bill: Bill) -> Count:
     """Runs one call under Nsight Compute.
+
+    Args:
+        ncu: its command.
+        metrics: to read.
+        call: the call.
+        bill: the model's.
 
     Raises:
         CountersError: if the counters can't be read.
@@ -235,12 +249,12 @@ def count(ncu: str, metrics: list[str], name: str, words: str, bill: Bill) -> Co
         ncu, "--profile-from-start", "off", "--target-processes", "application-only",
         "--clock-control", "none", "--cache-control", "all", "--csv", "--page", "raw",
         "--print-units", "base", "--metrics", ",".join(metrics),
-        sys.executable, "-m", "onchip.bench.counted", name,
+        sys.executable, "-m", "onchip.bench.counted", call.name,
     ]  # fmt: skip
     kernels = parse(_run(command))
     if not kernels:
-        raise CountersError(f"ncu saw no kernel in {name}")
-    return Count(name, words, tuple(kernels), predicted_bytes(bill))
+        raise CountersError(f"ncu saw no kernel in {call.name}")
+    return Count(call.name, call.words, tuple(kernels), predicted_bytes(bill), call.pairs)
 
 
 def main(json_path: Path | None = None, show: Callable[[str], None] = print) -> int:
@@ -262,7 +276,7 @@ def main(json_path: Path | None = None, show: Callable[[str], None] = print) -> 
         metrics = chosen(available(ncu))
         counts: list[Count] = []
         for call in CALLS.values():
-            counts.append(count(ncu, metrics, call.name, call.words, call.bill(hardware)))
+            counts.append(count(ncu, metrics, call, call.bill(hardware)))
             torch.cuda.empty_cache()
             show(str(counts[-1]))
             if json_path:
