@@ -84,6 +84,14 @@ def test_missing_and_refusing_peers_say_why():
         "Flash attention only supports half.",
     )
 
+    def too_large(q, k, v, case):
+        raise torch.cuda.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    run = prepared(Method("x", too_large), CASE, inputs, "forward")
+    assert attempted(run) == (None, "out of memory, asked for 32.00 GiB more")
+
 
 def test_cold_timer_takes_turns():
     timer, order = ColdTimer("cpu", 1 << 10), []

@@ -94,6 +94,8 @@ def attempted(run: Run) -> tuple[tuple[Tensor, ...] | None, str]:
             return run.call(), ""
         except ModuleNotFoundError as error:
             return None, f"{error.name} is not installed"
+        except torch.cuda.OutOfMemoryError as error:
+            reasons, words = [], [_memory_wanted(str(error))]
         except Exception as error:  # a peer may fail in any way; its row says how
             words = f"{type(error).__name__}: {error}".splitlines()
             reasons = []
@@ -103,6 +105,12 @@ def attempted(run: Run) -> tuple[tuple[Tensor, ...] | None, str]:
         torch.cuda.empty_cache()
     told = list(dict.fromkeys(filter(None, reasons)))
     return None, "; ".join(told[:-1] or told) or words[0][:160]
+
+
+def _memory_wanted(text: str) -> str:
+    """An error about memory without how it was shared out."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+    return "out of memory" + (f", asked for {asked[1]} more" if asked else "")
 
 
 def _refused(error: Exception) -> bool:
