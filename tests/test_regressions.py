@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 import onchip
-from onchip import reference
+from onchip import dispatch, reference
 from onchip.kernels import KERNELS
 from onchip.paging.cache import PagedKVCache
 from onchip.paging.pool import OutOfPages
+from onchip.problem import Op
 from tests import problems
 from tests.tolerance import check_forward, check_gradients
 
@@ -242,3 +244,19 @@ def test_errors_can_be_pickled():
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and again.rejected == caught.value.rejected
     assert pickle.loads(pickle.dumps(OutOfPages(3, 1))).wanted == 3
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_float8_caches_before_sm_89_are_refused_with_a_reason(arch):
+    """Triton has no float8_e4m3fn there: it was a CompilationError."""
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 2, 16, 2, 64, dtype=torch.float8_e4m3fn)
+    table, lengths = _int(0, 1)[None], _int(20)
+    more = {"block_table": table, "cache_seqlens": lengths, "causal": True}
+    problem = onchip.explain(q, k, v, **more).problem
+    for op, names in ((Op.FORWARD, ("decode", "portable")), (Op.STORE, ("portable",))):
+        there = replace(problem, op=op, device="cuda", arch=arch)
+        for name in names:
+            assert f"float8 from sm_89 on, not on {arch}" in str(dispatch.rejections(there)[name])
+        newer = dispatch.rejections(replace(there, arch="sm_89"))
+        assert not set(names) & set(newer)

@@ -136,6 +136,28 @@ def test_shared_memory_is_what_the_compiler_uses(compiled):
         assert_near(shape, sum(tiles.shared_buffers(part, shape).values()), used)
 
 
+def test_shared_memory_of_every_shipped_config():
+    """Tables for dropout and user functions too, compiled without what those need besides."""
+    pytest.importorskip("triton")
+    from tests import tiles_compiles as script
+    from tests.portable_forward_compiles import pose
+
+    entries = script.tables(portable, portable.Config)
+    for (arch, dim, _), used in zip(
+        entries, compile_only.run_script(SCRIPT, "every_forward"), strict=True
+    ):
+        part, shape = Part("forward", pose(arch, dim)[0], arch), shape_of(used)
+        assert_near(shape, sum(tiles.shared_buffers(part, shape).values()), used)
+    backwards = script.tables(portable_backward, portable_backward.BackwardConfig)
+    assert len(entries) >= 12 and len(backwards) >= 14
+    for (arch, dim, _), launches in zip(
+        backwards, compile_only.run_script(SCRIPT, "every_backward"), strict=True
+    ):
+        for used in launches:
+            part, shape = Part(used["part"], pose(arch, dim)[0], arch), shape_of(used)
+            assert_near(shape, sum(tiles.shared_buffers(part, shape).values()), used)
+
+
 def test_shared_memory_of_the_backward():
     pytest.importorskip("triton")
     from tests.portable_forward_compiles import pose

@@ -10,9 +10,10 @@ from functools import partial
 
 import torch
 
-from onchip.kernels.portable import decode
-from onchip.kernels.portable.backward_config import choose_backward
-from onchip.kernels.portable.config import choose_forward
+from onchip.kernels.portable import backward_config, config, decode
+from onchip.kernels.portable import forward as portable_forward
+from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
+from onchip.kernels.portable.config import Config, choose_forward
 from onchip.kernels.portable.decode_config import choose_decode
 from tests import compile_only, portable_decode_compiles
 from tests.portable_backward_compiles import calls_of
@@ -38,9 +39,9 @@ BACKWARDS = (
 )  # fmt: skip
 #: Architecture, D, and a name of `portable_decode_compiles.FEATURES`.
 DECODES = (
-    *(("sm_90", dim, "page_16") for dim in DIMS),
-    ("sm_90", 128, "wide"), ("sm_90", 256, "speculative"), ("sm_90", 128, "float8"),
-    ("sm_80", 128, "page_16"),
+    *(("sm_90", dim, name) for dim in DIMS for name in ("page_16", "wide", "float8")),
+    ("sm_90", 256, "speculative"),
+    *(("sm_80", 128, name) for name in ("page_16", "wide")),
 )  # fmt: skip
 
 
@@ -82,10 +83,58 @@ def decoding(arch: str, dim: int, features: str) -> dict:
     return _used(compile_only.compiled(call, arch), config)
 
 
+def tables(module, kind: type) -> list[tuple[str, int, object]]:
+    """Architecture, D and config of every entry of a module's tables.
+
+    A name says the architecture, _SAFE's is one of the others; tables by dtype or by few queries
+    are chosen by a problem alone.
+    """
+    found = []
+    for name, table in vars(module).items():
+        if not re.fullmatch(r"_(SM\d\d|SAFE).*", name):
+            continue
+        arch = {"_SM90": "sm_90", "_SM80": "sm_80"}.get(name[:5], "sm_86")
+        entries = table if isinstance(table, dict) else {int(name.rpartition("_")[2]): table}
+        for key, entry in entries.items():
+            dim = key[0] if isinstance(key, tuple) else key
+            if isinstance(entry, kind) and (arch, dim, entry) not in found:
+                found.append((arch, dim, entry))
+    return found
+
+
+def every_forward() -> list[dict]:
+    """What a plain forward was compiled to use with each config of a table."""
+    found = []
+    for arch, dim, entry in tables(config, Config):
+        problem, tensors = pose(arch, dim)
+        launch = partial(portable_forward.launch_with, entry, problem, tensors)
+        (call,) = compile_only.captured(portable_forward.attn_fwd_portable, launch)
+        found.append(_used(compile_only.compiled(call, arch), entry))
+    return found
+
+
+def every_backward() -> list[list[dict]]:
+    """The same of the launches of a backward, but the one that makes D."""
+    found = []
+    for arch, dim, entry in tables(backward_config, BackwardConfig):
+        problem, tensors = pose(arch, dim)
+        calls = calls_of(problem, tensors, entry)
+        found.append([
+            _used(compile_only.compiled(call, arch), entry.tiles_of(part), part=part)
+            for part, call in calls.items()
+            if part != "pre"
+        ])  # fmt: skip
+    return found
+
+
 KINDS = {"forward": (forward, CASES), "backward": (backward, BACKWARDS),
          "decode": (decoding, DECODES)}  # fmt: skip
 
 
 if __name__ == "__main__":
-    compile_one, cases = KINDS[sys.argv[1]]
-    print(json.dumps([compile_one(*case) for case in cases]))
+    every = {"every_forward": every_forward, "every_backward": every_backward}
+    if sys.argv[1] in every:
+        print(json.dumps(every[sys.argv[1]]()))
+    else:
+        compile_one, cases = KINDS[sys.argv[1]]
+        print(json.dumps([compile_one(*case) for case in cases]))

@@ -110,6 +110,8 @@ class Kernel:
         if problem.kv_dtype != problem.dtype and problem.kv_dtype not in self.quantised_kv:
             allowed = _names(self.quantised_kv) or "the dtype of q"
             why.append(f"takes k and v in {allowed}, not {_names([problem.kv_dtype])}")
+        if problem.kv_dtype in self.quantised_kv and _is_before_float8(problem.arch):
+            why.append(f"reads and writes float8 from sm_89 on, not on {problem.arch}")
         if (problem.layout_q, problem.layout_k) not in self.layouts:
             pair = f"{problem.layout_q.value} queries with {problem.layout_k.value} keys"
             why.append(f"has no {pair}")
@@ -126,6 +128,11 @@ class Kernel:
         if missing:
             why.append(f"has no {_join(missing)}")
         return why + self.reasons(problem)
+
+
+def _is_before_float8(arch: str) -> bool:
+    """Whether a GPU's architecture is one for which Triton has no float8_e4m3fn."""
+    return arch.startswith("sm_") and int(arch[3:]) < 89
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
