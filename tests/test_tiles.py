@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.analysis import planner, tiles
+from onchip.analysis import decode_tiles, planner, tiles
 from onchip.analysis.hardware import Hardware
+from onchip.analysis.predict import predict
 from onchip.analysis.tiles import Part, TileShape, tiling
 from onchip.kernels.portable import backward_config as portable_backward
 from onchip.kernels.portable import config as portable
@@ -190,8 +191,27 @@ def test_shared_memory_of_the_decode():
     for (arch, dim, features), used in zip(DECODES, found, strict=True):
         problem = pose(arch, dim, **FEATURES[features])[0]
         config = choose_decode(problem, 132)
-        predicted = sum(tiles.decode_buffers(problem, config, arch).values())
+        predicted = sum(decode_tiles.buffers(problem, config, arch).values())
         assert 0 <= used["shared_bytes"] - predicted <= tiles.ALLOWANCE_BYTES, (features, used)
+
+
+def test_pieces_of_a_decode():
+    """One sequence of 32k keys, 8 heads of K: 16 pieces each, for 132 SMs."""
+    given = {"seqlen_q": 1, "tokens_q": 1, "seqused_k": True, "num_kv_heads": 8}
+    problem = problem_of(seqlen=32768, heads=32, **given)
+    config = choose_decode(problem, 132)
+    found = predict(problem, Hardware.named("H200"), config).tilings["split"]
+    assert found.num_programs == 8 * config.splits == 128
+    assert (found.num_heads_tasks, found.idle_sms, found.waves) == (8, 4, 1)
+    assert found.shared == {"k": 48 * KIB, "v": 48 * KIB} and found.blocks_per_sm == 2
+    assert found.waste == 2.0  # 8 rows for 4 query heads
+    assert found.imbalance == 132 / 128 and found.re_reads == 1
+    alone = predict(problem, Hardware.named("H200"), replace(config, splits=1)).tilings["decode"]
+    assert (alone.num_programs, alone.idle_sms) == (8, 124)
+    with pytest.raises(ValueError, match="needs 1536 KiB of shared memory; H200 gives 227 KiB"):
+        predict(problem, Hardware.named("H200"), replace(config, num_stages=49))
+    with pytest.raises(ValueError, match="seqlen_k: got 0"):
+        decode_tiles.tiling(replace(problem, seqlen_k=0), config, H100)
 
 
 def test_registers_hold_the_tiles(compiled):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from onchip.analysis import bill as bills
-from onchip.analysis import cost, roles, tiles
+from onchip.analysis import cost, decode_tiles, roles, tiles
 from onchip.analysis.bill import Bill
 from onchip.analysis.hardware import Hardware
 from onchip.analysis.roofline import Point, Roofline, cache_of, roofline
@@ -216,6 +216,9 @@ def _tilings(problem: Problem, hardware: Hardware, config: Any, lengths) -> dict
             )
             for part in roles.parts(config, problem)
         }
+    if hasattr(config, "splits"):
+        stage = "decode" if config.splits == 1 else "split"
+        return {stage: decode_tiles.tiling(problem, config, hardware, lengths)}
     if problem.op is Op.BACKWARD:
         alone = _field(config, "dv")
         keys = {"dv": alone, "dk": config.dkdv} if alone else {"dkdv": _field(config, "dkdv")}

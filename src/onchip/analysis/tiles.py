@@ -144,31 +144,6 @@ def shared_buffers(part: Part, shape: TileShape) -> dict[str, int]:
     return buffers
 
 
-def decode_buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
-    """Shared memory of a decode by buffer, in bytes.
-
-    Args:
-        problem: the call.
-        config: a decode's: rows, groups, block_n, num_warps and num_stages.
-        arch: architecture that it is compiled for.
-    """
-    d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    itemsize = problem.dtype.itemsize
-    warpgroups = arch == "sm_90" and not config.groups and config.rows >= 64
-    copies = config.num_stages if warpgroups else max(1, config.num_stages - 1)
-    token = copies * config.block_n * problem.kv_dtype.itemsize
-    buffers = {"k": d * token, "v": d_v * token}
-    if not config.groups:
-        buffers["q"] = config.rows * d * itemsize  # the narrow walk has q in registers
-    spread = not warpgroups and config.rows < 16 * config.num_warps
-    if (spread and not config.groups) or problem.kv_dtype.itemsize < itemsize:
-        buffers["p"] = config.rows * config.block_n * itemsize
-    if config.groups and problem.kv_dtype.itemsize < itemsize:
-        # Float8 values become 16-bit before they change places.
-        buffers["v, widened"] = d_v * config.block_n * itemsize
-    return buffers
-
-
 def _walked_buffers(part: Part, shape: TileShape, walked: dict[str, int]) -> dict[str, int]:
     stages = shape.num_stages
     if stages == 1 and part.name == "forward":
@@ -237,7 +212,7 @@ def reasons(
     needed = shared_bytes or sum(shared_buffers(part, shape).values())
     allowed = hardware.shared_block_bytes
     if needed > allowed:
-        why.append(f"needs {_kib(needed)} of shared memory; {hardware.name} gives {_kib(allowed)}")
+        why.append(f"needs {kib(needed)} of shared memory; {hardware.name} gives {kib(allowed)}")
     held = sum(n for name, n in register_buffers(part, shape).items() if name != "operands")
     if held > MAX_REGISTERS:
         why.append(f"holds {held} registers of tiles a thread; {MAX_REGISTERS} are allowed")
@@ -247,7 +222,8 @@ def reasons(
     return why
 
 
-def _kib(num_bytes: int) -> str:
+def kib(num_bytes: int) -> str:
+    """Bytes in words."""
     return f"{num_bytes / 1024:.4g} KiB"
 
 
