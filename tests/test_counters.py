@@ -44,6 +44,29 @@ def test_parse():
     assert "+0.0%" in text and "+25.0%" in text and "waits: barrier 2.2, wait 0.5" in text
 
 
+def test_calls_of_one_process_are_told_apart(monkeypatch):
+    header, units, first, second = PRINTED.splitlines()[2:]
+    spin = second.replace("merge", "at::cuda::<unnamed>::spin_kernel(long)")
+    lines = [header, units, first, spin, first, second, spin]
+    commands = []
+
+    def printed(command):
+        commands.append(command)
+        return "\n".join(lines)
+
+    monkeypatch.setattr(counters, "_run", printed)
+    monkeypatch.setattr(cases, "device_arch", lambda device: "sm_90")
+    calls = [counted.CALLS["forward-4096"], counted.CALLS["backward-4096"]]
+    found = counters.count("ncu", ["x"], calls, Hardware.named("H200"))
+    assert [len(count.kernels) for count in found] == [1, 2]
+    assert [count.name for count in found] == ["forward-4096", "backward-4096"]
+    assert commands[0][-2:] == ["forward-4096", "backward-4096"]
+    assert found[1].predicted[0] > found[0].predicted[0]
+    lines[2:4] = [spin]
+    with pytest.raises(CountersError, match="kernels of 1 calls, not of forward-4096, backward"):
+        counters.count("ncu", ["x"], calls, Hardware.named("H200"))
+
+
 def test_metrics_are_those_that_exist():
     base = ["gpu__time_duration", "dram__bytes_read", "dram__bytes_write", "other"]
     assert counters.chosen(base) == [f"{name}.sum" for name in base[:3]]

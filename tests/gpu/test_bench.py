@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from onchip.analysis.hardware import Hardware, measure
 from onchip.bench import compare, counted, counters
@@ -41,11 +40,12 @@ def test_counted_bytes_are_the_models():
     try:
         ncu = counters.find_ncu()
         metrics = counters.chosen(counters.available(ncu))
-        call = counted.CALLS["forward-4096"]
-        bill = call.bill(Hardware.detect())
-        found = counters.count(ncu, metrics, call, bill)
+        calls = [counted.CALLS[name] for name in ("forward-4096", "backward-4096")]
+        both = counters.count(ncu, metrics, calls, Hardware.detect())
     except counters.CountersError as error:
         pytest.skip(str(error))
-    assert len(found.kernels) == 1 and found.kernels[0].name.startswith("attn_fwd_")
-    assert sum(found.measured) == pytest.approx(sum(found.predicted), rel=0.15)
-    torch.cuda.empty_cache()
+    names = [[kernel.name for kernel in found.kernels] for found in both]
+    assert len(names[0]) == 1 and names[0][0].startswith("attn_fwd_")
+    assert len(names[1]) >= 3 and all(name.startswith("attn_bwd_") for name in names[1])
+    for found in both:
+        assert sum(found.measured) == pytest.approx(sum(found.predicted), rel=0.15)

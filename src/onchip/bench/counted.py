@@ -1,6 +1,9 @@
-"""What runs under Nsight Compute: one call, warmed up, between the profiler's start and stop.
+"""What runs under Nsight Compute: calls, each warmed up, between the profiler's start and stop.
 
-Usage: ncu --profile-from-start off ... python -m onchip.bench.counted NAME
+Usage: ncu --profile-from-start off ... python -m onchip.bench.counted NAME ...
+
+Behind each call a kernel that only waits runs, so that the counts can be told apart
+(`counters.apart`).
 
 Sizes are such that outputs are far larger than an L2 cache, which keeps what was written last:
 writes still in it when a kernel ends are not counted as slow memory's.
@@ -142,18 +145,24 @@ CALLS: dict[str, Counted] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Poses, warms up and runs one call, only the last run visible to the profiler."""
-    (name,) = sys.argv[1:] if argv is None else argv
-    call = CALLS[name].pose()
+    """Poses, warms up and runs calls, only the last run of each visible to the profiler."""
+    for name in sys.argv[1:] if argv is None else argv:
+        _run(CALLS[name])
+        torch.cuda.empty_cache()
+    return 0
+
+
+def _run(counted: Counted) -> None:
+    call = counted.pose()
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     profiler = torch.cuda.cudart()
     profiler.cudaProfilerStart()  # type: ignore[union-attr]
     call()
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     profiler.cudaProfilerStop()  # type: ignore[union-attr]
-    return 0
 
 
 if __name__ == "__main__":

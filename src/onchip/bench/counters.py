@@ -23,6 +23,7 @@ from onchip.analysis.bill import Bill
 from onchip.analysis.words import human, human_us
 
 if TYPE_CHECKING:
+    from onchip.analysis.hardware import Hardware
     from onchip.bench.counted import Counted
 
 #: Where Nsight Compute and the CUDA toolkit install it, beside the PATH.
@@ -49,8 +50,11 @@ _STALLS = (
     "not_selected", "selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
     "warpgroup_arrive",
 )  # fmt: skip
+#: In the name of torch.cuda._sleep's kernel, which `counted` runs behind each call.
+SEPARATOR = "spin_kernel"
 _TIMEOUT_S = 300
 _MOST_STALLS = 3
+_CALLS_AT_ONCE = 3
 
 
 class CountersError(RuntimeError):
@@ -233,14 +237,14 @@ def predicted_bytes(bill: Bill) -> tuple[int, int]:
     return reads, sum(t.slow_bytes for stage in bill.stages for t in stage.writes)
 
 
-def count(ncu: str, metrics: list[str], call: Counted, bill: Bill) -> Count:
-    """Runs one call under Nsight Compute.
+def count(ncu: str, metrics: list[str], calls: list[Counted], hardware: Hardware) -> list[Count]:
+    """Runs calls under Nsight Compute, in one process.
 
     Args:
         ncu: its command.
         metrics: to read.
-        call: the call.
-        bill: the model's.
+        calls: what to run.
+        hardware: what the model predicts for.
 
     Raises:
         CountersError: if the counters can't be read.
@@ -249,12 +253,29 @@ def count(ncu: str, metrics: list[str], call: Counted, bill: Bill) -> Count:
         ncu, "--profile-from-start", "off", "--target-processes", "application-only",
         "--clock-control", "none", "--cache-control", "all", "--csv", "--page", "raw",
         "--print-units", "base", "--metrics", ",".join(metrics),
-        sys.executable, "-m", "onchip.bench.counted", call.name,
+        sys.executable, "-m", "onchip.bench.counted", *(call.name for call in calls),
     ]  # fmt: skip
-    kernels = parse(_run(command))
-    if not kernels:
-        raise CountersError(f"ncu saw no kernel in {call.name}")
-    return Count(call.name, call.words, tuple(kernels), predicted_bytes(bill), call.pairs)
+    found = apart(parse(_run(command)))
+    if len(found) != len(calls) or not all(found):
+        names = ", ".join(call.name for call in calls)
+        raise CountersError(f"ncu saw kernels of {sum(map(bool, found))} calls, not of {names}")
+    return [
+        Count(c.name, c.words, kernels, predicted_bytes(c.bill(hardware)), c.pairs)
+        for c, kernels in zip(calls, found, strict=True)
+    ]
+
+
+def apart(kernels: list[Kernel]) -> list[tuple[Kernel, ...]]:
+    """Kernels of each call: `SEPARATOR` ends one."""
+    found: list[tuple[Kernel, ...]] = []
+    one: list[Kernel] = []
+    for kernel in kernels:
+        if SEPARATOR in kernel.name:
+            found.append(tuple(one))
+            one = []
+        else:
+            one.append(kernel)
+    return found
 
 
 def main(json_path: Path | None = None, show: Callable[[str], None] = print) -> int:
@@ -275,10 +296,13 @@ def main(json_path: Path | None = None, show: Callable[[str], None] = print) -> 
         hardware, ncu = Hardware.detect(), find_ncu()
         metrics = chosen(available(ncu))
         counts: list[Count] = []
-        for call in CALLS.values():
-            counts.append(count(ncu, metrics, call, call.bill(hardware)))
+        every = list(CALLS.values())
+        # A few at a time: starting a process takes longer than counting a call.
+        for calls in (every[i : i + _CALLS_AT_ONCE] for i in range(0, len(every), _CALLS_AT_ONCE)):
+            new = count(ncu, metrics, calls, hardware)
             torch.cuda.empty_cache()
-            show(str(counts[-1]))
+            show("\n".join(map(str, new)))
+            counts += new
             if json_path:
                 told = {**report.machine("cuda"), "calls": [asdict(c) for c in counts]}
                 json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
