@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import replace
 
+import torch
+
 from onchip.kernels.hopper import fp8
 from onchip.kernels.hopper.backward_config import choose_backward
 from onchip.kernels.hopper.config import choose_forward
@@ -20,15 +22,23 @@ from tests import (
 from tests.portable_forward_compiles import pose as pose_portable
 
 DIMS = (64, 128, 256)
+HALF = torch.float16
 #: D, D_v and features that lead `choose_forward` to each of its configs.
 FORWARDS = (
-    *((dim, None, {"causal": causal}) for dim in DIMS for causal in (False, True)),
-    (128, 64, {}), (128, None, {"packed": True, "used": True, "causal": True}),
-    (64, None, {"softcap": 30.0, "alibi": 2, "sinks": True}),
+    *((dim, None, {"causal": causal, "dtype": dtype})
+      for dim in DIMS for causal in (False, True) for dtype in (HALF, torch.bfloat16)),
+    *((128, 64, {"dtype": dtype}) for dtype in (HALF, torch.bfloat16)),
+    *((64, None, {"seqlen_k": 16384, "causal": True, "dtype": dtype})
+      for dtype in (HALF, torch.bfloat16)),
+    *((dim, None, {"softcap": 30.0, "alibi": 2, "sinks": True}) for dim in DIMS),
+    (128, None, {"packed": True, "used": True, "causal": True}),
 )  # fmt: skip
 FLOAT8 = ((64, {}), (128, {}), (128, {"causal": True, "packed": True}))
+#: D, D_v and features that lead `choose_backward` to each of its configs.
 BACKWARDS = (
-    *((dim, {}) for dim in DIMS), (128, {"causal": True}), (256, {"window": (512, 0)}),
+    *((dim, None, {}) for dim in DIMS), (128, None, {"causal": True}),
+    (256, None, {"window": (512, 0)}), (64, 128, {}),
+    *((dim, None, {"seqlen": 1024, "batch": 8}) for dim in (64, 128)),
 )  # fmt: skip
 PARTS = {"keys": "dkdv", "queries": "dq"}
 
@@ -43,9 +53,12 @@ def float8_of(dim: int, given: dict) -> tuple[Problem, Tensors]:
     return hopper_fp8_compiles.pose(dim, **given)
 
 
-def backward_of(dim: int, given: dict) -> tuple[Problem, Tensors]:
+def backward_of(dim: int, dim_v: int | None, given: dict) -> tuple[Problem, Tensors]:
     """A backward's problem."""
-    problem, tensors = pose_portable("sm_90", dim, **given)
+    if dim_v:
+        problem, tensors = hopper_forward_compiles.pose(dim, dim_v, **given)
+    else:
+        problem, tensors = pose_portable("sm_90", dim, **given)
     return replace(problem, op=Op.BACKWARD), tensors
 
 

@@ -86,7 +86,8 @@ def test_every_shipped_config_was_compiled(compiled):
 
 def test_buffers_of_a_forward():
     """D = 128, two warpgroups: three tiles of Q of 32 KiB, two each of K and V."""
-    found = roles.tiling(problem_of(), config.choose_forward(problem_of()), H200)
+    chosen = config.Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)
+    found = roles.tiling(problem_of(), chosen, H200)
     assert found.shared == {"q": 96 * KIB, "k": 64 * KIB, "v": 64 * KIB}
     assert found.registers == {"o": 64, "s": 64, "p": 32}
     assert (found.blocks_per_sm, found.num_programs) == (1, 32 * 32)
@@ -142,6 +143,25 @@ def _sees(mask: Mask, i: int, j: int) -> bool:
 def _covers(mask: Mask, row: int, first: int) -> bool:
     """Whether a band passes through a tile of 64 x 128 between its corners."""
     return any(_sees(mask, i, j) for i in range(row, row + 64) for j in range(first, first + 128))
+
+
+def test_bill_of_a_program_for_all_keys_of_a_head():
+    """No sum is cleared or rounded by launches of their own; programs share no cache."""
+    problem = problem_of(seqlen=1024, heads=128, op=Op.BACKWARD)
+    rows, visits = 1024 * 128, 8
+    pre, keys = bills.backward_summed(problem, (64, 128), 128, whole=True).stages
+    assert pre.slow_bytes == rows * (2 * 256 + 3 * 4)
+    reads, writes = ({t.tensor: t.slow_bytes for t in side} for side in (keys.reads, keys.writes))
+    assert reads["q"] == visits * rows * 256 and writes["dq"] == rows * 256
+    assert reads["dq sum"] == writes["dq sum"] == (visits - 1) * rows * 4 * 128
+    shared = bills.Cache(60 << 20, 132)
+    # 128 programs at once, 480 KiB of the cache each: Q and dO fit, the sum does not.
+    _, cached = bills.backward_summed(problem, (64, 128), 128, cache=shared, whole=True).stages
+    moved = {t.tensor: t.slow_bytes for t in cached.reads}
+    assert moved["q"] == rows * 256 and moved["dq sum"] == reads["dq sum"]
+    config_ = backward_config.BackwardConfig(ahead=True, one_loop=True, whole=True)
+    found = predict(problem, H200, config_).tilings["dkdv"]
+    assert (found.num_programs, found.idle_sms, found.imbalance) == (128, 4, 132 / 128)
 
 
 @pytest.mark.parametrize(("kernel", "op"), [("hopper", Op.FORWARD), ("hopper", Op.BACKWARD)])

@@ -12,6 +12,7 @@ Legend: D / D_v head dimensions, padded to 64, 128 or 256; BM / BN queries and k
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onchip.analysis import cost, tiles
@@ -80,6 +81,8 @@ def _forward(problem: Problem, config: Any) -> Use:
     elif config.q_buffers == 1:
         shared["o"] = block_m * d_v // 2 * out_size
     registers = {"o": d_v // 2, "s": block_n // 2, "p": block_n * size // 8}
+    if getattr(config, "q_in_registers", False):
+        registers["q"] = d * size // 8
     if getattr(config, "two_level", False):
         registers["o of a tile"] = d_v // 2
     warps = _WARPGROUP * (config.warpgroups + 1)
@@ -88,27 +91,30 @@ def _forward(problem: Problem, config: Any) -> Use:
 
 
 def _keys(problem: Problem, config: Any) -> Use:
-    """A chain of warpgroups that owns BN keys: P and dV, dP and dK, and unless `apart` dQ."""
+    """Warpgroups that own BN keys: all three gradients, or P and dV beside dK with `apart`."""
     size = problem.dtype.itemsize
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     block_m, block_n, stages = config.block_m, config.block_n, config.stages
     piece = ROWS * block_m * size
+    buffers = 1 if config.apart else config.kv_buffers
     shared = {
-        "k": block_n * d * size,
-        "v": block_n * d_v * size,
+        "k": buffers * block_n * d * size,
+        "v": buffers * block_n * d_v * size,
         "q": stages * block_m * d * size,
         "dout": stages * block_m * d_v * size,
         "lse, delta": 2 * 4 * stages * block_m,
-        "p": 2 * piece,
     }
-    if not config.apart:
-        shared |= {"ds": 4 * piece, "dq": 4 * block_m * d}
-    pieces = block_n // ROWS
-    # S or dP of two pieces at once; P or dS of one.
-    registers = {"dk or dv": pieces * max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
-    warps = _WARPGROUP * (3 if config.apart else 4)
-    allowed = 240 if config.apart else 208
-    return Use(TileShape(block_m, block_n, warps, stages), shared, registers, allowed)
+    if config.apart:
+        shared |= {"p": 2 * piece}
+        # S or dP of two pieces at once; P or dS of one.
+        held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
+        return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
+    shared |= {"ds": config.ds_buffers * 2 * piece, "dq": config.dq_buffers * 4 * block_m * d}
+    held = {"dk": d // 2, "dv": d_v // 2, "s": block_m // 2, "dp": block_m // 2, "p": block_m // 4}
+    if not config.dq_apart:  # each makes half of dQ's columns
+        held["dq"] = block_m * d // 2 // _THREADS
+    warps, allowed = (4 * _WARPGROUP, 208) if config.dq_apart else (3 * _WARPGROUP, 240)
+    return Use(TileShape(block_m, block_n, warps, stages), shared, held, allowed)
 
 
 def _queries(problem: Problem, config: Any) -> Use:
@@ -183,7 +189,7 @@ def tiling(
     blocks, limiter = tiles.resident_blocks(
         hardware, shape.num_warps, sum(used.shared.values()), registers
     )
-    return Tiling(
+    found = Tiling(
         shape,
         used.shared,
         used.registers,
@@ -198,4 +204,15 @@ def tiling(
             blocks,
             tuple(lengths),
         ),
+    )
+    if not getattr(config, "whole", False):
+        return found
+    # A program owns all keys of a head, one tile after the other.
+    programs, num_sms = found.num_heads_tasks, hardware.num_sms
+    return replace(
+        found,
+        num_programs=programs,
+        waves=-(-programs // (num_sms * blocks)),
+        idle_sms=max(0, num_sms - programs),
+        imbalance=-(-programs // num_sms) * num_sms / programs,
     )
