@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from onchip.kernels.hopper import fp8
+from onchip.kernels.hopper import fp8, fp8_config
 from onchip.kernels.hopper.backward_config import choose_backward
 from onchip.kernels.hopper.config import choose_forward
 from onchip.kernels.hopper.fp8_config import choose_fp8
@@ -33,7 +33,12 @@ FORWARDS = (
     *((dim, None, {"softcap": 30.0, "alibi": 2, "sinks": True}) for dim in DIMS),
     (128, None, {"packed": True, "used": True, "causal": True}),
 )  # fmt: skip
-FLOAT8 = ((64, {}), (128, {}), (128, {"causal": True, "packed": True}))
+FLOAT8 = (
+    *((dim, {"causal": causal})
+      for dim in sorted({max(key) if isinstance(key, tuple) else key for key in fp8_config._CONFIGS})
+      for causal in (False, True)),
+    (128, {"causal": True, "packed": True}),
+)  # fmt: skip
 #: D, D_v and features that lead `choose_backward` to each of its configs.
 BACKWARDS = (
     *((dim, None, {}) for dim in DIMS), (128, None, {"causal": True}),

@@ -159,8 +159,11 @@ def test_bill_of_a_program_for_all_keys_of_a_head():
     _, cached = bills.backward_summed(problem, (64, 128), 128, cache=shared, whole=True).stages
     moved = {t.tensor: t.slow_bytes for t in cached.reads}
     assert moved["q"] == rows * 256 and moved["dq sum"] == reads["dq sum"]
-    config_ = backward_config.BackwardConfig(ahead=True, one_loop=True, whole=True)
-    found = predict(problem, H200, config_).tilings["dkdv"]
+    pair = SimpleNamespace(
+        block_m=64, block_n=128, stages=2, apart=False, whole=True, kv_buffers=1, ds_buffers=2,
+        dq_buffers=1, dq_apart=False,
+    )  # fmt: skip
+    found = predict(problem, H200, pair).tilings["dkdv"]
     assert (found.num_programs, found.idle_sms, found.imbalance) == (128, 4, 132 / 128)
 
 

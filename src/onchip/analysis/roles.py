@@ -76,15 +76,18 @@ def _forward(problem: Problem, config: Any) -> Use:
         "k": config.stages * block_n * d * size,
         "v": config.stages * block_n * d_v * size,
     }
+    parts = getattr(config, "parts", 1)
     if size < out_size:  # the output is wider than Q, whose buffer it can't leave through
-        shared["o"] = block_m * d_v * out_size
+        shared["o"] = block_m * d_v // parts * out_size
     elif config.q_buffers == 1:
         shared["o"] = block_m * d_v // 2 * out_size
     registers = {"o": d_v // 2, "s": block_n // 2, "p": block_n * size // 8}
     if getattr(config, "q_in_registers", False):
         registers["q"] = d * size // 8
     if getattr(config, "two_level", False):
-        registers["o of a tile"] = d_v // 2
+        # In a serial step S is done with when P V of the tile is made.
+        free = block_n // 2 if getattr(config, "serial", False) else 0
+        registers["o of a tile"] = max(0, d_v // 2 // parts - free)
     warps = _WARPGROUP * (config.warpgroups + 1)
     shape = TileShape(block_m, block_n, warps, config.stages)
     return Use(shape, shared, registers, config.registers)
@@ -96,7 +99,7 @@ def _keys(problem: Problem, config: Any) -> Use:
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     block_m, block_n, stages = config.block_m, config.block_n, config.stages
     piece = ROWS * block_m * size
-    buffers = 1 if config.apart else config.kv_buffers
+    buffers = getattr(config, "kv_buffers", 1)
     shared = {
         "k": buffers * block_n * d * size,
         "v": buffers * block_n * d_v * size,
@@ -109,6 +112,10 @@ def _keys(problem: Problem, config: Any) -> Use:
         # S or dP of two pieces at once; P or dS of one.
         held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
+    if not hasattr(config, "ds_buffers"):  # a chain: P and dV, dP and dK, dQ
+        shared |= {"p": 2 * piece, "ds": 4 * piece, "dq": 4 * block_m * d}
+        held = {"dk or dv": max(d, d_v), "s or dp": block_m, "p or ds": block_m // 4}
+        return Use(TileShape(block_m, block_n, 4 * _WARPGROUP, stages), shared, held, 208)
     shared |= {"ds": config.ds_buffers * 2 * piece, "dq": config.dq_buffers * 4 * block_m * d}
     held = {"dk": d // 2, "dv": d_v // 2, "s": block_m // 2, "dp": block_m // 2, "p": block_m // 4}
     if not config.dq_apart:  # each makes half of dQ's columns
