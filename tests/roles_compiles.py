@@ -33,12 +33,11 @@ FORWARDS = (
     *((dim, None, {"softcap": 30.0, "alibi": 2, "sinks": True}) for dim in DIMS),
     (128, None, {"packed": True, "used": True, "causal": True}),
 )  # fmt: skip
+_WIDTHS = {max(key) if isinstance(key, tuple) else key for key in fp8_config._CONFIGS}
 FLOAT8 = (
-    *((dim, {"causal": causal})
-      for dim in sorted({max(key) if isinstance(key, tuple) else key for key in fp8_config._CONFIGS})
-      for causal in (False, True)),
+    *((dim, {"causal": causal}) for dim in sorted(_WIDTHS) for causal in (False, True)),
     (128, {"causal": True, "packed": True}),
-)  # fmt: skip
+)
 #: D, D_v and features that lead `choose_backward` to each of its configs.
 BACKWARDS = (
     *((dim, None, {}) for dim in DIMS), (128, None, {"causal": True}),
