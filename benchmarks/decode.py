@@ -205,7 +205,8 @@ def measure(row: Row, flash, num_rounds: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one head count, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="one head count only")
+    parser.add_argument("--rounds", type=int, default=21, help="times that each call is measured")
     parser.add_argument("--only", help="rows of this name only; '' for the peers' rows")
     parser.add_argument("--out", help="JSON file to write")
     options = parser.parse_args()
@@ -219,7 +220,7 @@ def main() -> None:
         if options.only is not None and row.name != options.only:
             continue
         try:
-            found = measure(row, flash, 7 if options.quick else 21)
+            found = measure(row, flash, options.rounds)
         except Exception as error:
             print("FAILED", row._replace(lengths=()), type(error).__name__, str(error)[-200:])
             continue

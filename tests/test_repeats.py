@@ -42,19 +42,26 @@ def given(**changes):
     return (*own.values(), *[None] * (16 - len(own)))
 
 
-@pytest.fixture
-def kept():
+@pytest.fixture(params=["by key", "recent"])
+def kept(request):
     repeats._kept.clear()
+    repeats._recent = ()
     call = repeats.asked(given(), NUMBERS)
     assert call is not None
     found = repeats.Repeat(repeats._guards(call.tensors), Launched(), (0, 3, -1))
     repeats._kept[call.key] = [found]
+    if request.param == "recent":
+        assert find(given()) is found
+        repeats._kept.clear()
+        assert repeats._recent
     yield found
     repeats._kept.clear()
+    repeats._recent = ()
 
 
 def find(tensors, numbers=NUMBERS):
-    return repeats.find(repeats.asked(tensors, numbers))
+    found, _ = repeats.lookup(tensors, numbers)
+    return None if found is None else found[0]
 
 
 def test_calls_alike_are_found_and_read_their_own_addresses(kept):
@@ -80,6 +87,7 @@ def test_calls_alike_are_found_and_read_their_own_addresses(kept):
         {"cache_seqlens": torch.tensor([3], dtype=torch.int32)},
         {"block_table": torch.zeros(2, 4, dtype=torch.int32)},
         {"block_table": None},
+        {"block_table": None, "k": torch.zeros(2, 3, dtype=torch.int32)},  # at another place
         {"block_table": [[0, 1, 2]] * 2},
         {"q": None},
     ],
@@ -95,6 +103,22 @@ def test_other_numbers_are_not(kept):
     assert find(given(), (*NUMBERS[:-1], (-1, -1.0))) is None
     assert find(given(), (*NUMBERS[:-1], [-1, -1])) is None
     assert find(given(), (*NUMBERS[:-1], None)) is None
+    assert find(given(), (*NUMBERS[:-2], torch.zeros(2), NUMBERS[-1])) is None
+
+
+def test_only_the_last_few_calls_are_recent(kept):
+    found = []
+    for heads in range(11, 17):
+        q = given(q=torch.zeros(2, 1, heads, 8))
+        call = repeats.asked(q, NUMBERS)
+        guards = repeats._guards(call.tensors)
+        found.append(repeats.Repeat(guards, Launched(), (0, 3, -1)))
+        repeats._kept[call.key] = [found[-1]]
+        assert find(q) is found[-1] and repeats.recent(q, NUMBERS)[0] is found[-1]
+        assert find(q) is found[-1]
+    assert [x.repeat for x in repeats._recent] == found[:1:-1]
+    assert repeats.recent(given(q=torch.zeros(2, 1, 11, 8)), NUMBERS) is None
+    assert find(given(q=torch.zeros(2, 1, 11, 8))) is found[0]
 
 
 def test_whoever_listens_is_heard(kept, monkeypatch):

@@ -241,16 +241,20 @@ def attention_with_kvcache(
         q, k_cache, v_cache, cache_seqlens, block_table, k, v, slot_mapping, rotary_cos,
         rotary_sin, cache_batch_idx, cache_leftpad, k_scale, v_scale, alibi_slopes, sinks,
     )  # fmt: skip
-    run = (return_lse, deterministic, num_splits, kernel)
     asked = None
     if not torch.compiler.is_compiling():
-        asked = repeats.asked(given, (*run, rotary_interleaved, causal, scale, softcap, window))
-        repeat = repeats.find(asked)
-        if repeat is not None and asked is not None:
-            out, lse = repeat(q, asked.places)
+        numbers = (
+            return_lse, deterministic, num_splits, kernel, rotary_interleaved, causal, scale,
+            softcap, window,
+        )  # fmt: skip
+        found, asked = repeats.lookup(given, numbers)
+        if found is not None:
+            repeat, places = found
+            out, lse = repeat(q, places)
             if repeat.appends:
                 cache_ops.mark_written(k_cache, v_cache)
             return (out, lse) if return_lse else out  # type: ignore[return-value]
+    run = (return_lse, deterministic, num_splits, kernel)
     options = Options(causal, window, scale, softcap, *run)
     arguments = CacheArguments(*given)
     call, new = prepare.kvcache(arguments, rotary_interleaved, options)

@@ -13,6 +13,7 @@ specialise on (`do_not_specialize`), and descriptors of the same shape and strid
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 import triton
@@ -90,6 +91,14 @@ class Launch:
             and torch._C._cuda_getDevice() == self._device
             and not _has_hooks()
         )
+
+    def on(self, stream: int) -> tuple[Callable, tuple]:
+        """The compiled launcher and its first arguments, only while `takes_addresses`.
+
+        Called with these and then addresses and numbers, it does what `at` does.
+        """
+        assert self._run is not None
+        return self._run, (*self._grid, stream, *self._head)
 
     def at(self, *args) -> None:
         """`__call__` with addresses in place of tensors, only while `takes_addresses`."""

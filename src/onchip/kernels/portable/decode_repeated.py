@@ -6,15 +6,41 @@ Legend: B batch, S_q queries, H query heads, D_v head dimension.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.kernels.portable import decode_workspace
 
+try:
+    from torch._C._dynamo import guards as dynamo_guards
+except ImportError:
+    dynamo_guards = None
+
 if TYPE_CHECKING:
     from onchip.kernels.portable.decode import Plan
+
+
+class _Place(NamedTuple):
+    """What launches on one stream share, or those of one graph.
+
+    Args:
+        run: the compiled launcher.
+        head: its arguments before addresses.
+        tail: those after the call's own addresses: partial results, counters, numbers.
+        merge: as run, head and tail, of the launch that merges.
+        spare: address for an LSE that nobody asked for.
+        room: the memory behind these addresses.
+    """
+
+    run: Callable
+    head: tuple
+    tail: tuple
+    merge: tuple[Callable, tuple, tuple] | None
+    spare: int
+    room: decode_workspace.Workspace
 
 
 class Repeated:
@@ -29,16 +55,16 @@ class Repeated:
     def __init__(self, plan: Plan, q: Tensor, wants_lse: bool):
         self._plan = plan
         self._wants_lse = wants_lse
-        self._is_like_q = q.shape == plan.out_shape
-        self._outputs = (plan.out_shape, _contiguous(plan.out_shape))
-        self._lse = (plan.lse_shape, _contiguous(plan.lse_shape))
+        self._empty = _empty_of(plan.device)
+        self._out = (plan.out_shape, _contiguous(plan.out_shape), plan.dtype)
+        self._lse = (plan.lse_shape, _contiguous(plan.lse_shape), torch.float32)
         num_rows, width, num_counters = plan.room if plan.spec.merges else (0, 1, 1)
         num_rows = -(-num_rows // 4) * 4  # all parts begin at multiples of 16 bytes
         self._num_partials = num_rows * width
         self._num_floats = num_rows * (width + 2)
         spare = 0 if wants_lse else math.prod(plan.lse_shape)
         self._room = (self._num_floats + spare, num_counters)
-        self._rooms: dict[int, tuple] = {}  # of each stream
+        self._places: dict[int, _Place] = {}  # of each stream
 
     @property
     def is_ready(self) -> bool:
@@ -47,43 +73,57 @@ class Repeated:
         return self._plan.run.takes_addresses and (merge is None or merge.takes_addresses)
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
-        plan = self._plan
-        if self._is_like_q:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        else:
-            out = torch.empty_strided(*self._outputs, dtype=plan.dtype, device=plan.device)
-        room, spare, *partials = self._memory()
-        lse = None
+        stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
+        place = None
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            place = self._places.get(stream)
+        if place is None:
+            place = self._place(stream)
+        run, head, tail, merge, spare, _ = place
+        out, lse = self._empty(*self._out), None
         if self._wants_lse:
-            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=plan.device)
+            lse = self._empty(*self._lse)
             spare = lse.data_ptr()
         at = out.data_ptr()
-        plan.run.at(*places[:3], at, spare, *places[3:], *partials, *plan.numbers)
-        if plan.merge is not None:
-            _, packed, used, pad, _, sinks, _, v_scale = places[3:]
-            plan.merge.at(
-                at, spare, packed, used, pad, sinks, v_scale, *partials[:2], *plan.merge_numbers
-            )
-        del room
+        q_at, k_at, v_at, *others = places
+        run(*head, q_at, k_at, v_at, at, spare, *others, *tail)
+        if merge is not None:
+            _, packed, used, pad, _, sinks, _, v_scale = others
+            run, head, tail = merge
+            run(*head, at, spare, packed, used, pad, sinks, v_scale, *tail)
         return out, lse
 
-    def _memory(self) -> tuple:
-        """What to keep until the launch, an address for the LSE, and those of the workspace."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self._addresses(decode_workspace.room(self._plan.device, *self._room))
-        stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
-        found = self._rooms.get(stream)
-        if found is None:
-            found = self._addresses(decode_workspace.room(self._plan.device, *self._room))
-            self._rooms[stream] = found
-        return found
-
-    def _addresses(self, room: decode_workspace.Workspace) -> tuple:
+    def _place(self, stream: int) -> _Place:
+        """The stream's, made at its first call, or that of the graph that it is recording."""
+        plan = self._plan
+        room = decode_workspace.room(plan.device, *self._room)
         start = room.floats.data_ptr()
         spare = start + 4 * self._num_floats
-        if not self._plan.spec.merges:
-            return room, spare, None, None, None
-        return room, spare, start, start + 4 * self._num_partials, room.counters.data_ptr()
+        partials = (None, None, None)
+        if plan.spec.merges:
+            partials = (start, start + 4 * self._num_partials, room.counters.data_ptr())
+        merge = None
+        if plan.merge is not None:
+            merge = (*plan.merge.on(stream), (*partials[:2], *plan.merge_numbers))
+        place = _Place(*plan.run.on(stream), (*partials, *plan.numbers), merge, spare, room)
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            self._places[stream] = place
+        return place
+
+
+def _empty_of(device: torch.device) -> Callable[..., Tensor]:
+    """What makes an uninitialised tensor from shape, strides and dtype.
+
+    The function of torch.compile's own code where it is there, on the current device: without
+    torch's dispatcher an output takes 1 us less. It does not fill memory for those who ask for
+    determinism.
+    """
+    direct = getattr(dynamo_guards, "_empty_strided_cuda", None)
+    if direct is not None and not torch._C._get_deterministic_algorithms():
+        return direct
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
