@@ -108,8 +108,11 @@ def _cache(batch, longest, page=16, heads=8, kv_heads=2, dim=128, seqlen_q=1):
     return q, k, v, table
 
 
-def test_one_split_is_batch_invariant():
-    q, k, v, table = _cache(37, 3000, seqlen_q=2)
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 16])  # the narrow walk, and the wide one
+def test_one_split_is_batch_invariant(seqlen_q, kv_dtype):
+    q, k, v, table = _cache(37, 3000, seqlen_q=seqlen_q)
+    k, v = k.to(kv_dtype), v.to(kv_dtype)
     lengths = torch.randint(0, 3000, (37,), device="cuda").int()
     options = {"causal": True, "num_splits": 1, "return_lse": True}
     out, lse = onchip.attention_with_kvcache(
@@ -121,6 +124,16 @@ def test_one_split_is_batch_invariant():
             q[own], k, v, cache_seqlens=lengths[own], block_table=table[own], **options
         )
         assert torch.equal(alone[0], out[own]) and torch.equal(alone[1], lse[own])
+
+
+@pytest.mark.parametrize("name", ["pages_of_1", "pages_of_8", "pages_of_16", "sixteen"])
+def test_table_entries_past_the_end_are_never_read(decode, name):
+    call = build(replace(CASES[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for b, length in enumerate(call.case.lengths_k):
+        past = call.tensors.block_table[b, -(-length // call.case.page) :]
+        past.fill_((2**31 - 1, -(2**31), 10**6, -1)[b])
+    for config in configs(decode, call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
 def test_every_schedule_is_bitwise_reproducible():
