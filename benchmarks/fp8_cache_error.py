@@ -45,19 +45,22 @@ def through_pages(q: Tensor, k: Tensor, v: Tensor, kind: str | None) -> Tensor:
     length = len(k)
     columns = -(-length // PAGE)
     dtype = k.dtype if kind is None else FLOAT8
-    caches = [torch.zeros(columns, PAGE, *x.shape[1:]).to(dtype) for x in (k, v)]
+    k_cache, v_cache = (torch.zeros(columns, PAGE, *x.shape[1:]).to(dtype) for x in (k, v))
     scales = (None, None) if kind is None else (scale_of(k, kind), scale_of(v, kind))
     slots = torch.randperm(columns)[:, None] * PAGE + torch.arange(PAGE)
-    onchip.store_kvcache(k, v, *caches, slots.flatten()[:length], *scales)
-    return onchip.attention_with_kvcache(
+    onchip.store_kvcache(k, v, k_cache, v_cache, slots.flatten()[:length], *scales)
+    out = onchip.attention_with_kvcache(
         q,
-        *caches,
+        k_cache,
+        v_cache,
         cache_seqlens=torch.tensor([length], dtype=torch.int32),
         block_table=(slots[:, 0] // PAGE).int()[None],
         causal=True,
         k_scale=scales[0],
         v_scale=scales[1],
     )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def errors(q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:

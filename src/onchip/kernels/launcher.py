@@ -84,7 +84,7 @@ class Launch:
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether `at` may be called now."""
+        """Whether what `on` gives may be called now."""
         return (
             self._run is not None
             and not self._metas
@@ -95,15 +95,10 @@ class Launch:
     def on(self, stream: int) -> tuple[Callable, tuple]:
         """The compiled launcher and its first arguments, only while `takes_addresses`.
 
-        Called with these and then addresses and numbers, it does what `at` does.
+        It launches when called with these and then every parameter, tensors as addresses.
         """
         assert self._run is not None
         return self._run, (*self._grid, stream, *self._head)
-
-    def at(self, *args) -> None:
-        """`__call__` with addresses in place of tensors, only while `takes_addresses`."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._run(*self._grid, stream, *self._head, *args)  # type: ignore[misc]
 
     def __call__(self, *args) -> None:
         """Launches on the device's current stream.

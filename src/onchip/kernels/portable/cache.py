@@ -303,7 +303,7 @@ class RepeatedAppend:
         self._lengths_at = -(-queries.numel() * queries.element_size() // 16) * 16
         self._lengths_at *= once.rotates
         self._num_bytes = self._lengths_at + 4 * once.batch
-        self._scratch: dict[int, tuple[Tensor, int]] = {}  # of each stream
+        self._places: dict[int, tuple] = {}  # of each stream
 
     @property
     def is_ready(self) -> bool:
@@ -312,23 +312,27 @@ class RepeatedAppend:
 
     def __call__(self, places: tuple) -> tuple[Tensor, int | None, int]:
         """What to keep until the reader's launch; addresses of rotated q, if any, and lengths."""
-        once = self._once
-        kept, start = self._memory()
-        at = start if once.rotates else None
-        lengths = start + self._lengths_at
-        once.run.at(*places, at, lengths, *once.numbers)
-        return kept, at, lengths
-
-    def _memory(self) -> tuple[Tensor, int]:
-        capturing = torch._C._cuda_isCurrentStreamCapturing()
-        if capturing or self._num_bytes > _MOST_SCRATCH_BYTES:
-            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-            return memory, memory.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        found = self._scratch.get(stream)
+        found = None
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            found = self._places.get(stream)
         if found is None:
-            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-            found = self._scratch[stream] = (memory, memory.data_ptr())
+            found = self._place(stream)
+        run, head, tail, kept, rotated, lengths = found
+        run(*head, *places, *tail)
+        return kept, rotated, lengths
+
+    def _place(self, stream: int) -> tuple:
+        """The launcher, what it takes before and after the addresses, and the scratch memory."""
+        memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        start = memory.data_ptr()
+        rotated = start if self._once.rotates else None
+        lengths = start + self._lengths_at
+        tail = (rotated, lengths, *self._once.numbers)
+        found = (*self._once.run.on(stream), tail, memory, rotated, lengths)
+        capturing = torch._C._cuda_isCurrentStreamCapturing()
+        if not capturing and self._num_bytes <= _MOST_SCRATCH_BYTES:
+            self._places[stream] = found
         return found
 
 
