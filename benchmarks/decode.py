@@ -82,7 +82,10 @@ def rows(quick: bool) -> list[Row]:
         found.append(Row(32, 8, tuple(lengths), 16, name=name))
         found.append(Row(32, 8, (sum(lengths) // 64,) * 64, 16, name=f"as {name}"))
     found += [Row(32, 8, (16384,) * 8, 16, n, name="speculative") for n in (2, 4, 8, 16)]
-    found += [Row(32, 8, (32768,), 16, n, name="speculative") for n in (4, 8, 16)]
+    found += [Row(32, 8, (32768,), 16, n, name="speculative") for n in (2, 4, 8, 12, 16)]
+    found += [Row(64, 8, (32768,), 16, n, name="speculative") for n in (4, 16)]
+    found += [Row(64, 8, (16384,) * 8, 16, n, name="speculative") for n in (4, 16)]
+    found.append(Row(32, 32, (8192,), 16, 16, name="speculative"))
     found += [Row(32, 8, (8192,) * 64, 16, float8=on, name="float8") for on in (False, True)]
     found.append(Row(32, 8, (4096,), 16, append=True, name="append"))
     found.append(Row(32, 8, (4096,) * 64, 16, append=True, name="append"))
