@@ -149,7 +149,7 @@ def cascade_of(row: Row, table: torch.Tensor) -> Cascade:
 def host_us(call) -> float:
     """Median host time of an eager call."""
     times = []
-    for _ in range(30):
+    for _ in range(12):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(5):

@@ -13,6 +13,7 @@ import torch
 
 import onchip
 from onchip import reference
+from onchip.kernels.portable.decode_config import direct
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,36 @@ def test_cases(decode, name):
     call = build(replace(CASES[name], dim=128, dim_v=128, dtype=BF16), "cuda")
     for config in configs(decode, call):
         for _ in range(2):  # counters must be 0 again
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+DIRECT = {
+    "pages_of_16": CASES["pages_of_16"],
+    "pages_of_48": Case((1,) * 3, (1530, 47, 49), page=48, **GQA),
+    "pages_of_256": CASES["pages_of_256"],
+    "dense": Case((1, 1), (1900, 170), used=True, **GQA),
+    "sinks": Case((1,) * 3, (900, 3, 64), page=16, sinks=True, heads=8, kv_heads=1),
+    "one_head": Case((1, 1), (700, 100), page=64, heads=3, kv_heads=3),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("name", DIRECT)
+def test_direct_walk(decode, name, dtype):
+    call = build(replace(DIRECT[name], dim=128, dim_v=128, dtype=dtype), "cuda")
+    for config in configs(decode, call):
+        for stages in (2, 4):
+            config = direct(config, call.problem, stages)
+            for _ in range(2):
+                check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("name", ["sixteen", "wide", "several_window", "packed"])
+def test_a_launch_that_merges_may_start_early(decode, name):
+    call = build(replace(CASES[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for config in configs(decode, call):
+        config = replace(config, overlaps=True)
+        for _ in range(3):
             check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
@@ -188,16 +219,33 @@ def test_a_cache_of_more_than_2_31_elements():
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 8, 40])  # the last one by the forward
-def test_float8_cache(seqlen_q):
+@pytest.mark.parametrize("num_splits", [None, 1, 5])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 40])
+def test_float8_cache(seqlen_q, num_splits):
     q, k, v, table = _cache(4, 2000, seqlen_q=seqlen_q)
     lengths = torch.tensor([2000, 20, 900, 64], device="cuda", dtype=torch.int32)
     scale = torch.tensor([0.02, 0.03], device="cuda")
     k8, v8 = ((x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
     options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
-    out = onchip.attention_with_kvcache(q, k8, v8, k_scale=scale, v_scale=scale, **options)
+    scales = {"k_scale": scale, "v_scale": scale, "num_splits": num_splits}
+    out = onchip.attention_with_kvcache(q, k8, v8, **scales, **options)
     wide = [x.float() * scale[:, None] for x in (k8, v8)]
     want = onchip.attention_with_kvcache(
         q.float(), *wide, cache_seqlens=lengths, block_table=table, causal=True
     )
     torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_float8_cache_of_unequal_lengths(page):
+    q, k, v, table = _cache(200, 3000, page=page)
+    lengths = torch.randint(0, 3000, (200,), device="cuda").int()
+    lengths[:3] = torch.tensor([0, 1, 3000])
+    scale = torch.tensor([0.02, 0.03], device="cuda")
+    k8, v8 = ((x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
+    options = {"cache_seqlens": lengths, "block_table": table, "return_lse": True}
+    out, lse = onchip.attention_with_kvcache(q, k8, v8, k_scale=scale, v_scale=scale, **options)
+    wide = [(x.float() * scale[:, None]).bfloat16() for x in (k8, v8)]
+    want, want_lse = onchip.attention_with_kvcache(q, *wide, **options)
+    torch.testing.assert_close(out.float(), want.float(), rtol=2e-2, atol=6e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=2e-2)

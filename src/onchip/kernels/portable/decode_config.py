@@ -8,13 +8,13 @@ Legend: B batch, S_q queries of a sequence, H_kv key and value heads, D / D_v he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from onchip.kernels.portable.config import padded
-from onchip.problem import Problem
+from onchip.problem import Layout, Problem
 
 #: Most pieces that the keys of a sequence are cut into.
 MAX_SPLITS = 128
@@ -39,6 +39,9 @@ class DecodeConfig:
         splits: pieces that a sequence of the largest length is cut into.
         balanced: whether unequal lengths are cut evenly on the device.
         min_tiles: fewest tiles in a piece.
+        per_sm: pieces of unequal sequences for each SM, about.
+        direct: whether `decode_direct` walks.
+        overlaps: whether a launch that merges is under way while the pieces end.
     """
 
     rows: int
@@ -50,13 +53,42 @@ class DecodeConfig:
     splits: int
     balanced: bool
     min_tiles: int = MIN_TILES
+    per_sm: int = 3
+    direct: bool = False
+    overlaps: bool = False
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""
         if not self.balanced:
             return problem.batch * self.splits
         heads = problem.num_kv_heads * self.row_blocks
-        return problem.batch + max(problem.batch * (self.splits - 1), -(-3 * num_sms // heads))
+        return problem.batch + max(
+            problem.batch * (self.splits - 1), -(-self.per_sm * num_sms // heads)
+        )
+
+
+def suits_direct(problem: Problem) -> bool:
+    """Whether `decode_direct` can walk: one query a sequence, D = 128, no terms."""
+    return (
+        problem.arch == "sm_90"
+        and problem.layout_q is Layout.DENSE
+        and problem.seqlen_q == 1
+        and problem.group <= 8
+        and problem.head_dim == problem.head_dim_v == 128
+        and problem.dtype in (torch.float16, torch.bfloat16)
+        and problem.page_size % 16 == 0
+        and problem.mask.left < 0
+        and not (problem.leftpad or problem.softcap or problem.alibi)
+    )
+
+
+def direct(config: DecodeConfig, problem: Problem, stages: int = 0) -> DecodeConfig:
+    """The config with `decode_direct` as its walk."""
+    stages = stages or (4 if problem.kv_dtype.itemsize == 1 else 3)
+    return replace(
+        config, rows=8, row_blocks=1, groups=4, block_n=64, num_warps=4, num_stages=stages,
+        direct=True,
+    )  # fmt: skip
 
 
 def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
@@ -81,10 +113,15 @@ def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
-    return DecodeConfig(
+    config = DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
         splits, balanced, min_tiles,
     )  # fmt: skip
+    # With splits given, a sequence's bits must not depend on the number of its neighbours.
+    is_full = problem.num_splits > 0 or units >= num_sms
+    if problem.kv_dtype.itemsize == 1 and is_full and suits_direct(problem):
+        return direct(config, problem)
+    return config
 
 
 @dataclass(frozen=True)
@@ -103,7 +140,14 @@ def _tile(problem: Problem) -> _Tile:
     all_rows = problem.seqlen_q * problem.group
     rows = 1 << max(0, all_rows - 1).bit_length()
     nvidia = problem.arch.startswith("sm_") or not problem.arch
-    if rows <= (16 if width <= 128 else 8) and nvidia:
+    is_16_bit = problem.kv_dtype.itemsize == 2
+    if problem.arch == "sm_90" and width <= 128 and is_16_bit:
+        # H200, 2026-11-30, 4 queries of 32/8 heads: 152 us with 16 rows here, 8 sequences of
+        # 16k, where 64 rows take 140 in the wide walk.
+        narrow = 8
+    else:
+        narrow = 16 if width <= 128 else 8
+    if rows <= narrow and nvidia:
         # Tokens are the matrix product's M, rows its N: 8 rows waste nothing. Float8 keys take
         # half the room, and longer tiles hide more of each step's latency.
         if problem.kv_dtype.itemsize == 1 and width <= 128:

@@ -54,6 +54,8 @@ class DecodeSpec:
         min_tiles: fewest tiles in a piece.
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
+        per_sm: pieces of unequal sequences for each SM, about.
+        overlaps: whether the launch that merges waits for the pieces on the device.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
     """
 
@@ -83,6 +85,8 @@ class DecodeSpec:
     min_tiles: int
     merges: bool
     merged_rows: int
+    per_sm: int
+    overlaps: bool
     by_word: bool
 
 
@@ -92,8 +96,9 @@ _MERGED_AT_ONCE = 1024
 _MERGED_APART = 512
 
 
-def _merged_rows(kept: int, width_v: int) -> int:
-    if kept * width_v <= _MERGED_AT_ONCE:
+def _merged_rows(config: DecodeConfig, kept: int, width_v: int) -> int:
+    kept = min(kept, config.rows)
+    if kept * width_v <= _MERGED_AT_ONCE and not config.direct:
         return 0
     return max(1, min(kept, _MERGED_APART // width_v))
 
@@ -131,7 +136,9 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
         merges=cut,
-        merged_rows=_merged_rows(min(kept, config.rows), padded(problem.head_dim_v)) if cut else 0,
+        merged_rows=_merged_rows(config, kept, padded(problem.head_dim_v)) if cut else 0,
+        per_sm=config.per_sm,
+        overlaps=config.overlaps and cut,
         by_word=problem.arch.startswith("sm_"),
     )
 
