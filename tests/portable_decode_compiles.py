@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from onchip.kernels.portable import decode
+from onchip.kernels.portable import decode, decode_direct
 from onchip.kernels.portable.decode_config import choose_decode
 from onchip.problem import Mask, Op, Params, Problem, Tensors
 from tests import compile_only
@@ -21,6 +21,7 @@ FEATURES = {
     "page_8": {"page": 8},
     "balanced": {"batch": 64},
     "float8": {"kv_dtype": torch.float8_e4m3fn},
+    "float8_many": {"kv_dtype": torch.float8_e4m3fn, "batch": 64},
     "speculative": {"seqlen_q": 4},
     "wide": {"seqlen_q": 16, "window": (1023, 0)},
     "terms": {"softcap": 30.0, "terms": True},
@@ -60,7 +61,11 @@ def resources(cases: list[dict]) -> list[dict]:
     for case in cases:
         problem, tensors = pose(case["arch"], case["dim"], **FEATURES[case["features"]])
         launch = partial(decode.launch_with, choose_decode(problem, 132), problem, tensors)
-        kernels = (decode.attn_decode_portable, decode.attn_decode_merge_portable)
+        kernels = (
+            decode.attn_decode_portable,
+            decode.attn_decode_merge_portable,
+            decode_direct.attn_decode_direct,
+        )
         for call in compile_only.captured_of(kernels, launch):
             binary = compile_only.compiled(call, case["arch"])
             found.append(case | compile_only.resources(binary))

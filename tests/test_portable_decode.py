@@ -22,6 +22,7 @@ from onchip import dispatch  # noqa: E402
 from onchip.kernels import MAX_DECODE_SPLITS  # noqa: E402
 from onchip.kernels.portable import decode, decode_config, decode_spec  # noqa: E402
 from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
+from onchip.problem import Mask  # noqa: E402
 from tests import compile_only  # noqa: E402
 from tests.portable_cases import Call, Case, build, check  # noqa: E402
 
@@ -176,7 +177,7 @@ def test_float8_cache_is_multiplied_exactly():
 
 
 def _on_gpu(call: Call, **changes):
-    return replace(call.problem, device="cuda", arch="sm_90", **changes)
+    return replace(call.problem, device="cuda", **{"arch": "sm_90", **changes})
 
 
 def test_the_record_takes_few_queries_and_comes_before_the_forward():
@@ -217,12 +218,28 @@ def test_configs_cover_the_rows_and_the_keys():
     assert one.splits == 1 and not one.balanced
 
 
+def test_float8_pages_of_few_heads_are_walked_in_gluon():
+    call = build(CASES["pages_of_16"])
+    plain = {"kv_dtype": torch.float8_e4m3fn, "head_dim": 128, "head_dim_v": 128,
+             "dtype": torch.bfloat16, "arch": "sm_90", "seqlen_k": 8192}  # fmt: skip
+    assert choose_decode(_on_gpu(call, batch=200, **plain), 132).direct
+    assert not choose_decode(_on_gpu(call, batch=1, **plain), 132).direct
+    # A sequence's bits do not depend on its neighbours.
+    assert choose_decode(_on_gpu(call, batch=1, num_splits=1, **plain), 132).direct
+    others = ({"seqlen_q": 2}, {"head_dim": 64}, {"page_size": 8}, {"softcap": 1.0}, {"alibi": 1},
+              {"mask": Mask(100, 0)}, {"leftpad": True}, {"arch": "sm_80"})  # fmt: skip
+    for other in others:
+        assert not choose_decode(_on_gpu(call, batch=200, **{**plain, **other}), 132).direct
+    assert not choose_decode(_on_gpu(call, batch=200, **plain), 132, is_aligned=False).direct
+
+
 SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 COMPILED = [
     {"arch": "sm_90", "dim": 128, "features": name}
     for name in ("page_16", "page_1", "float8", "wide")  # the last one in two launches
 ] + [
+    {"arch": "sm_90", "dim": 128, "features": "float8_many"},  # `decode_direct`, and a merge
     {"arch": "sm_80", "dim": 128, "features": "speculative"},
     {"arch": "sm_90", "dim": 80, "features": "terms"},
     {"arch": "sm_90", "dim": 128, "features": "dense_cache"},
@@ -232,8 +249,10 @@ COMPILED = [
 
 def test_it_compiles_for_gpus_that_are_not_there():
     found = compile_only.run_script(SCRIPT, json.dumps(COMPILED))
-    assert len(found) == len(COMPILED) + 2  # the speculative case merges in a second launch, too
+    assert len(found) == len(COMPILED) + 3  # speculative, wide and float8_many take a launch more
     for used in found:
         print(used)
         assert used["shared_bytes"] <= SHARED_BYTES[used["arch"]], used
     assert found[0]["spill_bytes"] == 0 and found[0]["mma"] > 0
+    many = next(used for used in found if used["features"] == "float8_many")
+    assert many["spill_bytes"] == 0 and many["registers"] <= 128  # four programs on an SM

@@ -46,7 +46,7 @@ from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
 from onchip.kernels.portable.decode_repeated import Repeated
 from onchip.kernels.portable.decode_results import finish, finish_merged, merged, put_aside
-from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec
+from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec, vector_of
 from onchip.kernels.portable.decode_tiles import (
     Keys,
     Terms,
@@ -385,7 +385,8 @@ class Plan:
         self.dtype, self.device = tensors.q.dtype, tensors.q.device
         device = self.device
         num_sms = decode_workspace.num_sms(device)
-        config = choose_decode(problem, num_sms) if config is None else config
+        if config is None:
+            config = choose_decode(problem, num_sms, vector_of(tensors) > 1)
         self.spec = spec = decode_spec(config, problem, tensors)
         packed = problem.layout_q is Layout.PACKED
         rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
@@ -399,6 +400,7 @@ class Plan:
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
         if config.direct:
+            assert spec.vector > 1, "rows must begin at multiples of 16 bytes"
             # Gluon is imported where it is needed: other platforms may lack it.
             from onchip.kernels.portable.decode_direct import attn_decode_direct
 

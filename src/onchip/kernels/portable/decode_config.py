@@ -91,8 +91,14 @@ def direct(config: DecodeConfig, problem: Problem, stages: int = 0) -> DecodeCon
     )  # fmt: skip
 
 
-def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
-    """The decode's config for a problem: a pure function, no device is asked."""
+def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> DecodeConfig:
+    """The decode's config for a problem: a pure function, no device is asked.
+
+    Args:
+        problem: what the call asks for.
+        num_sms: multiprocessors of the GPU.
+        is_aligned: whether all rows begin at multiples of 16 bytes.
+    """
     tile = _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
@@ -119,7 +125,7 @@ def choose_decode(problem: Problem, num_sms: int) -> DecodeConfig:
     )  # fmt: skip
     # With splits given, a sequence's bits must not depend on the number of its neighbours.
     is_full = problem.num_splits > 0 or units >= num_sms
-    if problem.kv_dtype.itemsize == 1 and is_full and suits_direct(problem):
+    if problem.kv_dtype.itemsize == 1 and is_full and is_aligned and suits_direct(problem):
         return direct(config, problem)
     return config
 

@@ -129,7 +129,7 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         alibi_dim=problem.alibi,
         page_size=0 if in_one_piece else problem.page_size,
         packed_q=problem.layout_q is Layout.PACKED,
-        vector=_vector(tensors),
+        vector=vector_of(tensors),
         is_float32=problem.dtype == torch.float32,
         is_float8=problem.kv_dtype.itemsize == 1,
         precision=precision_of(problem),
@@ -143,7 +143,7 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
     )
 
 
-def _vector(tensors: Tensors) -> int:
+def vector_of(tensors: Tensors) -> int:
     """16 bytes of elements where every row of q, k and v begins at a multiple of 16 bytes.
 
     The unit of q's strides is that of the cache's dtype too, so that there is one only.
