@@ -37,7 +37,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.bounded import Bounded
 from onchip.kernels.launcher import Launch
@@ -120,16 +119,16 @@ def _shares(
 ):  # fmt: skip
     """Pieces of every sequence, and their running sum.
 
-    Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about `per_sm`
-    for each SM.
+    Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about three for
+    each SM.
     """
     every = tl.arange(0, SPEC.batch_padded)
     tiles = _all_tiles(cu_seqlens_q, seqused_k, leftpad_k, num_sequences, seqlen_q, left, SPEC)
     total = tl.sum(tiles, 0)
     unequal = tl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = tl.maximum(total * units, 1)
-    # tiles * num_sms * per_sm would overflow at 2^31 only beyond 2^22 tiles of one sequence
-    wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * SPEC.per_sm, work), splits)
+    # tiles * num_sms * 3 would overflow at 2^31 only beyond 2^22 tiles of one sequence
+    wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * 3, work), splits)
     counts = tl.where(every < num_sequences, _pieces(tiles, wanted, SPEC), 0)
     return counts, tl.cumsum(counts, 0)
 
@@ -270,8 +269,6 @@ def attn_decode_portable(
     if SPEC.merges:  # noqa: SIM102 (one is decided by the compiler, one at run time)
         if count > 1:
             put_aside(stats, partial_out, partial_stats, base + piece.index, SPEC)
-    if SPEC.overlaps:
-        gdc_launch_dependents()
     if SPEC.merges and SPEC.merged_rows == 0:  # noqa: SIM102
         if count > 1:
             tl.debug_barrier()  # all threads' stores come before the one thread's count
@@ -293,8 +290,6 @@ def attn_decode_merge_portable(
     num_pieces, SPEC: tl.constexpr,
 ):  # fmt: skip
     """One program: some rows of one head of K and row block of a sequence, merged."""
-    if SPEC.overlaps:
-        gdc_wait()  # until all pieces are there
     ROWS: tl.constexpr = SPEC.merged_rows
     BLOCKS: tl.constexpr = SPEC.kept // SPEC.merged_rows
     unit, first_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS
@@ -413,8 +408,7 @@ class Plan:
         self.merge = None
         if spec.merged_rows:
             blocks = (units * spec.kept // spec.merged_rows, problem.batch)
-            options = {"launch_pdl": True} if spec.overlaps else {}
-            self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4, **options)
+            self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4)
             numbers = dict(zip(_NUMBERS, self.numbers, strict=False))
             self.merge_numbers = (
                 *(numbers[name] for name in _MERGE_NUMBERS[:7]), num_sms, programs, spec

@@ -4,7 +4,7 @@ The method is `decode`'s narrow walk: tokens are the matrix product's M side, ea
 sixteen of a tile's tokens and statistics of its own, and warps meet at the end. Layouts are
 chosen here, where Triton chooses them there: float8 values are paired with the next token's in
 registers, where Triton turns them by way of shared memory, and P is turned by movmatrix. That
-leaves one barrier a tile, and 110 to 128 registers a thread, so that three or four programs run
+leaves one barrier a tile, and 96 to 122 registers a thread, so that four programs run
 on an SM.
 
 Pieces are merged by `decode.attn_decode_merge_portable`, which is launched next.
@@ -83,7 +83,7 @@ def _locate(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
     total = gl.sum(tiles, 0)
     unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = gl.maximum(total * gl.num_programs(0), 1)
-    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * SPEC.per_sm, work), splits)
+    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 3, work), splits)
     counts = gl.where(seen, _pieces(tiles, wanted, SPEC), 0)
     ends = gl.associative_scan(counts, 0, _add)
     batch = gl.sum((ends <= program).to(gl.int32), 0)

@@ -54,8 +54,6 @@ class DecodeSpec:
         min_tiles: fewest tiles in a piece.
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
-        per_sm: pieces of unequal sequences for each SM, about.
-        overlaps: whether the launch that merges waits for the pieces on the device.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
     """
 
@@ -85,8 +83,6 @@ class DecodeSpec:
     min_tiles: int
     merges: bool
     merged_rows: int
-    per_sm: int
-    overlaps: bool
     by_word: bool
 
 
@@ -137,8 +133,6 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         min_tiles=config.min_tiles,
         merges=cut,
         merged_rows=_merged_rows(config, kept, padded(problem.head_dim_v)) if cut else 0,
-        per_sm=config.per_sm,
-        overlaps=config.overlaps and cut,
         by_word=problem.arch.startswith("sm_"),
     )
 
