@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from onchip.kernels.hopper import arguments, repair
+from onchip.kernels.hopper import arguments, repair, repeated
 from onchip.kernels.hopper.config import choose_forward
 from tests.portable_cases import Case, build, check
 
@@ -130,12 +130,14 @@ def test_roles_and_repair_give_the_oracles_result(modelled, name, monkeypatch):
 class FakeLaunch:
     """A launch that is resolved and notes what it is asked for."""
 
-    is_resolved = True
+    is_resolved = is_direct = True
 
     def __init__(self, *args, **options):
         self.replayed: list = []
+        self.num_prepared = 0
 
     def prepared(self, *args):
+        self.num_prepared += 1
         return list(args)
 
     def replay(self, prepared) -> bool:
@@ -147,7 +149,12 @@ def _resolved(call, out):
     return arguments.resolved_of(None, None, call.problem, call.tensors, out)
 
 
-def test_a_call_is_replayed_only_where_its_addresses_came_twice(monkeypatch):
+def _addresses(start: int) -> tuple[int, ...]:
+    """Of q, k, v, out, lse and counters; no lengths, no terms."""
+    return (*range(start, start + 6), *[0] * 6)
+
+
+def test_a_call_is_prepared_anew_until_its_addresses_have_come_twice(monkeypatch):
     monkeypatch.setattr(arguments, "Launch", FakeLaunch)
     call = build(Case((70,), (70,), dim=64, dim_v=64, causal=True))
     tensors, out = call.tensors, torch.empty_like(call.tensors.q)
@@ -155,13 +162,34 @@ def test_a_call_is_replayed_only_where_its_addresses_came_twice(monkeypatch):
     assert _resolved(call, out) is found
     found.described(tensors.q, tensors.k, tensors.v, out)
     assert found._first is None  # the first call's tensors are not kept alive
-    for addresses, known in (((1, 2), False), ((3, 4), False), ((1, 2), False), ((1, 2), True)):
-        assert found.replay(addresses) is known
-        found.remember(addresses, [(found.launch, addresses)])
-    assert found.launch.replayed == [[1, 2]]
-    for addresses in range(1000):  # memory stays bounded
-        found.remember((addresses,), [(found.launch, ())])
+    assert not found.launch_at(_addresses(16))  # the repair was never launched
+    found.repair, found.repair_numbers = FakeLaunch(), (7, 8)
+    for start, prepared in ((16, 1), (32, 2), (16, 4), (16, 4), (32, 6), (32, 6)):
+        assert found.launch_at(_addresses(start))
+        assert found.launch.num_prepared == prepared
+    described = found.launch.replayed[-1][:4]
+    assert [x.base.data_ptr() for x in described] == [32, 33, 34, 35]
+    assert found.launch.replayed[-1][4:13] == [35, 36, 37, 37, 37, 37, 37, 36, 36]
+    assert found.repair.replayed[-1] == [*range(32, 38), 37, 37, 37, 37, 36, 7, 8]
+    for start in range(1000):  # memory stays bounded
+        found.launch_at(_addresses(16 * start))
     assert len(found._seen) <= arguments._MAX_CALLS
+
+
+def test_a_repeated_call_has_outputs_of_its_own(monkeypatch):
+    monkeypatch.setattr(arguments, "Launch", FakeLaunch)
+    call = build(Case((70, 70), (70, 70), dim=64, dim_v=64))
+    found = _resolved(call, torch.empty_like(call.tensors.q))
+    again = repeated.Repeated(found, torch.empty_like(call.tensors.q), True)
+    assert again.is_ready
+    q = call.tensors.q
+    out, lse = again(q, (16, 32, 48, *[None] * 8))
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert lse is not None and lse.shape == (2, q.shape[2], 70) and lse.dtype == torch.float32
+    launched = found.launch.replayed[-1]
+    assert [x.base.data_ptr() for x in launched[:4]] == [16, 32, 48, out.data_ptr()]
+    assert launched[4:6] == [out.data_ptr(), lse.data_ptr()]
+    assert repeated.Repeated(found, out, False)(q, (16, 32, 48, *[None] * 8))[1] is None
 
 
 def test_calls_that_mean_something_else_share_no_launch(monkeypatch):

@@ -1,6 +1,7 @@
-"""Calls over a cache that are like an earlier one go straight from arguments to launches.
+"""Calls that are like an earlier one go straight from arguments to launches.
 
-A decode step makes the same call for every layer and token: only addresses differ. What checks,
+A decode step makes the same call for every layer and token, a model's layers the same prefill:
+only addresses differ. What checks,
 choice and launch depend on beside those is compared with an earlier call's, whose launches are
 then made with the new addresses. Only calls on a GPU that nothing listens to are kept, and only
 those whose kernels read the caller's own tensors, not copies.
@@ -198,11 +199,24 @@ def _is_watched() -> bool:
     )
 
 
+def may_repeat(q: Any) -> bool:
+    """Whether a call without a cache is looked up: on a GPU, without a gradient, on request."""
+    return (
+        not torch.compiler.is_compiling()
+        and env.REPEAT_DENSE.is_set()
+        and env.REPEAT_DENSE.get()
+        and type(q) is Tensor
+        and q.is_cuda
+        and not (q.requires_grad and torch.is_grad_enabled())
+    )
+
+
 def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
     """How a call is looked up; None where it can't be a repeated one.
 
     Args:
-        given: tensors in the order of `prepare.CacheArguments`.
+        given: tensors in the order of `prepare.CacheArguments`; of a call without a cache q, k,
+            v, alibi_slopes and sinks.
         numbers: the other arguments, `window` last; equal ones of other types differ.
     """
     if TensorGuards is None or _is_watched() or type(given[0]) is not Tensor:
@@ -214,7 +228,7 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
             # Not all shapes: the guards tell apart what these do not.
             tensors[0].shape,
             tensors[1].shape,
-            tensors[4 if len(tensors) > 4 else 3].shape,
+            tensors[min(4, len(tensors) - 1)].shape,
             *map(type, given),  # which are there
             *[place & 15 for place in places],
             *_modes(),
@@ -304,11 +318,41 @@ def keep(
         return
     if not attend.is_ready or (append is not None and not append.is_ready):
         return  # launches that only Triton can make are looked up as all others are
+    is_ours = table is not given[_TABLE] and batch_idx is None
+    _put(asked_for, attend, sources, table if is_ours else None, append, own)
+
+
+def keep_dense(
+    asked_for: Asked | None, given: Sequence[Tensor | None], call: Any, wants_lse: bool
+) -> None:
+    """`keep` for a call without a cache that asks for no gradient.
+
+    Args:
+        asked_for: from `asked`.
+        given: the tensors that it was made from.
+        call: `prepare.Call`, its tensors as the kernel read them.
+        wants_lse: whether the caller asked for the LSE.
+    """
+    tensors = call.tensors
+    if asked_for is None or tensors.q.device.type != "cuda" or ops.needs_grad(tensors):
+        return
+    if tensors.q.numel() == 0 or not ops.is_plain(*_present(given)):
+        return
+    sources = _sources(_read(tensors), given, None, None)
+    forward = ops.plan(Op.FORWARD, tensors, call.params)
+    if sources is None or not forward.repeat:
+        return
+    attend = forward.repeat(forward.problem, tensors, wants_lse)
+    if attend is not None and attend.is_ready:
+        _put(asked_for, attend, sources)
+
+
+def _put(asked_for: Asked, attend, sources, table=None, append=None, own=()) -> None:
+    """Keeps launches for calls like this one."""
     guards = _guards(asked_for.tensors)
     if guards is None:
         return
-    is_ours = table is not given[_TABLE] and batch_idx is None
-    repeat = Repeat(guards, attend, sources, table if is_ours else None, append, own)
+    repeat = Repeat(guards, attend, sources, table, append, own)
     try:
         alike = _kept.get(asked_for.key)
     except TypeError:  # an unhashable number

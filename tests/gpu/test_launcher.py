@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+from onchip import repeats
 from onchip.kernels.portable import resolved
 from tests import problems
 from tests.tolerance import check_forward, check_gradients
@@ -41,6 +42,29 @@ def test_other_strides_and_alignment_take_another_launch():
         view.copy_(k)
         check_forward(onchip.attention, q, view, v)
     check_forward(onchip.attention, q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
+
+
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (40, 3)}], ids=str)
+@pytest.mark.parametrize("lengths", [(130, 130), (3, 1500)], ids=str)
+def test_dense_calls_alike_go_straight_to_their_launches(lengths, given, monkeypatch):
+    monkeypatch.setenv("ONCHIP_REPEAT_DENSE", "1")
+    calls = []
+    run = repeats.Repeat.__call__
+    monkeypatch.setattr(repeats.Repeat, "__call__", lambda *a: calls.append(1) or run(*a))
+    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": 64}
+    kept = [_inputs(seed, **sizes) for seed in range(4)]
+    wanted = [onchip.attention(*x, return_lse=True, kernel="portable", **given) for x in kept]
+    for _ in range(3):
+        for x, (out, lse) in zip(kept, wanted, strict=True):
+            found = onchip.attention(*x, return_lse=True, **given)
+            torch.testing.assert_close(found[0], out, rtol=2e-2, atol=1e-2)
+            torch.testing.assert_close(found[1], lse, rtol=1e-4, atol=1e-4)
+    if torch.cuda.get_device_capability() == (9, 0) and torch.__version__ >= "2.9":
+        assert len(calls) >= 8
+    before = len(calls)
+    q, k, v = kept[0]
+    check_gradients(onchip.attention, q, k, v, **given)  # a call with a gradient is not one of them
+    assert len(calls) == before
 
 
 def test_decode_follows_its_tensors():

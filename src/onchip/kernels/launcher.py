@@ -83,14 +83,18 @@ class Launch:
         return self._compiled is not None
 
     @property
-    def takes_addresses(self) -> bool:
-        """Whether what `on` gives may be called now."""
+    def is_direct(self) -> bool:
+        """Whether `replay` launches now."""
         return (
             self._run is not None
-            and not self._metas
             and torch._C._cuda_getDevice() == self._device
             and not _has_hooks()
         )
+
+    @property
+    def takes_addresses(self) -> bool:
+        """Whether what `on` gives may be called now."""
+        return not self._metas and self.is_direct
 
     def on(self, stream: int) -> tuple[Callable, tuple]:
         """The compiled launcher and its first arguments, only while `takes_addresses`.
@@ -123,7 +127,7 @@ class Launch:
     def replay(self, prepared: list) -> bool:
         """Launches with arguments from `prepared`; False where it must be called instead."""
         run = self._run
-        if run is None or _has_hooks() or torch._C._cuda_getDevice() != self._device:
+        if run is None or not self.is_direct:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         run(*self._grid, stream, *self._head, *prepared)

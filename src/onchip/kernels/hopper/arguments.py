@@ -98,6 +98,18 @@ class Code:
         return self.is_uneven
 
 
+class Address:
+    """What a tensor descriptor wants of a tensor."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: int):
+        self._place = place
+
+    def data_ptr(self) -> int:
+        return self._place
+
+
 class Resolved:
     """A launch with those of its arguments that stay.
 
@@ -161,6 +173,39 @@ class Resolved:
         prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
         if all(flat is not None for _, flat in prepared):
             self._calls[addresses] = prepared
+
+    def launch_at(self, addresses: tuple[int, ...]) -> bool:
+        """Launches for tensors at these addresses; False where tensors are asked for instead.
+
+        Args:
+            addresses: of q, k, v, out, lse, the counters, the tensors of `lengths_of`, slopes and
+                sinks; 0 for what is absent.
+        """
+        if self.replay(addresses):
+            return True
+        if self.code.may_leak and self.repair is None:
+            return False
+        calls = self._calls_at(addresses)
+        prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
+        done = all(flat is not None and launch.replay(flat) for launch, flat in prepared)
+        if done:
+            self.remember(addresses, calls)
+        return done
+
+    def _calls_at(self, addresses: tuple[int, ...]) -> list[tuple[Launch, tuple]]:
+        """Launches and their arguments."""
+        q, k, v, out, lse, counters, *optional = addresses
+        places = zip((q, k, v, out), self._shapes, strict=True)
+        described = [Described(Address(x), *shape) for x, shape in places]
+        lengths = [x or counters for x in optional[:4]]
+        terms = [x or lse for x in optional[4:]]
+        arguments = (*described, out, lse, counters, *lengths, *terms, *self.numbers, self.code)
+        calls = [(self.launch, arguments)]
+        if self.code.may_leak:
+            assert self.repair is not None
+            arguments = (q, k, v, out, lse, counters, *lengths, terms[0], *self.repair_numbers)
+            calls.append((self.repair, arguments))
+        return calls
 
 
 _kept: Bounded[tuple, Resolved] = Bounded(4096)

@@ -55,6 +55,7 @@ from onchip.kernels.hopper.consumer import consumer
 from onchip.kernels.hopper.gluon_names import gl
 from onchip.kernels.hopper.producer import producer
 from onchip.kernels.hopper.repair import repair_call
+from onchip.kernels.hopper.repeated import Repeated
 from onchip.kernels.hopper.shared import Inputs, Outputs, shared_memory
 from onchip.kernels.hopper.softmax import Terms
 from onchip.kernels.hopper.tiles import Lengths, Sizes
@@ -111,6 +112,14 @@ def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
         contiguous and written in every element.
     """
     return launch_with(None, problem, tensors)
+
+
+def repeat_launch(problem: Problem, tensors: Tensors, wants_lse: bool) -> Repeated | None:
+    """See `onchip.kernels.Kernel.load_repeat`; addresses from q to v_scale."""
+    if tensors.cu_seqlens_k is not None or tensors.k.numel() == 0:
+        return None
+    out = tensors.q.new_empty(*tensors.q.shape[:-1], problem.head_dim_v)
+    return Repeated(resolved_of(attn_fwd_hopper, None, problem, tensors, out), out, wants_lse)
 
 
 def launch_with(config: Config | None, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.kernels.outputs import contiguous, empty_of
 from onchip.kernels.portable import decode_workspace
-
-try:
-    from torch._C._dynamo import guards as dynamo_guards
-except ImportError:
-    dynamo_guards = None
 
 if TYPE_CHECKING:
     from onchip.kernels.portable.decode import Plan
@@ -55,9 +51,9 @@ class Repeated:
     def __init__(self, plan: Plan, q: Tensor, wants_lse: bool):
         self._plan = plan
         self._wants_lse = wants_lse
-        self._empty = _empty_of(plan.device)
-        self._out = (plan.out_shape, _contiguous(plan.out_shape), plan.dtype)
-        self._lse = (plan.lse_shape, _contiguous(plan.lse_shape), torch.float32)
+        self._empty = empty_of(plan.device)
+        self._out = (plan.out_shape, contiguous(plan.out_shape), plan.dtype)
+        self._lse = (plan.lse_shape, contiguous(plan.lse_shape), torch.float32)
         num_rows, width, num_counters = plan.room if plan.spec.merges else (0, 1, 1)
         num_rows = -(-num_rows // 4) * 4  # all parts begin at multiples of 16 bytes
         self._num_partials = num_rows * width
@@ -109,26 +105,3 @@ class Repeated:
         if not torch._C._cuda_isCurrentStreamCapturing():
             self._places[stream] = place
         return place
-
-
-def _empty_of(device: torch.device) -> Callable[..., Tensor]:
-    """What makes an uninitialised tensor from shape, strides and dtype.
-
-    The function of torch.compile's own code where it is there, on the current device: without
-    torch's dispatcher an output takes 1 us less. It does not fill memory for those who ask for
-    determinism.
-    """
-    direct = getattr(dynamo_guards, "_empty_strided_cuda", None)
-    if direct is not None and not torch._C._get_deterministic_algorithms():
-        return direct
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)

@@ -1,0 +1,53 @@
+"""The Hopper forward's launches from addresses, for calls like one that ran: `onchip.repeats`.
+
+Legend: B batch, S_q queries, H query heads, D_v head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.hopper.arguments import Resolved
+from onchip.kernels.hopper.workspace import take
+from onchip.kernels.outputs import contiguous, empty_of
+
+
+class Repeated:
+    """A resolved forward from addresses.
+
+    Args:
+        found: its launches.
+        out: an output like those of all calls.
+        wants_lse: whether the LSE is returned.
+    """
+
+    def __init__(self, found: Resolved, out: Tensor, wants_lse: bool):
+        self._found = found
+        self._wants_lse = wants_lse
+        self._device = out.device
+        self._empty = empty_of(out.device)
+        self._out = (tuple(out.shape), contiguous(tuple(out.shape)), out.dtype)
+        rows = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+        self._lse = (rows, contiguous(rows), torch.float32)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be called now."""
+        repair = self._found.repair
+        may_leak = self._found.code.may_leak
+        return self._found.launch.is_direct and (
+            not may_leak or (repair is not None and repair.is_direct)
+        )
+
+    def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
+        out, lse = self._empty(*self._out), self._empty(*self._lse)
+        counters = take(self._device)
+        q_at, k_at, v_at, table, packed, used, _, slopes, sinks, _, _ = places
+        addresses = (
+            q_at, k_at, v_at, out.data_ptr(), lse.data_ptr(), counters.data_ptr(),
+            packed or 0, 0, used or 0, table or 0, slopes or 0, sinks or 0,
+        )  # fmt: skip
+        done = self._found.launch_at(addresses)
+        assert done, "is_ready was asked before"
+        return out, lse if self._wants_lse else None
