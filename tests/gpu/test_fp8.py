@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import onchip
-from onchip.kernels import fp8_quantise
+from onchip import ops
+from onchip.bounded import Bounded
+from onchip.kernels import fp8_emulated, fp8_quantise
+from onchip.kernels.fp8_emulated import Accumulation
 from onchip.kernels.fp8_layout import Quantiser, Source
 from onchip.kernels.portable import quantise
 from tests import fp8_cases, problems
@@ -52,22 +57,31 @@ def test_codes_of_float8_inputs_are_kept():
         assert torch.equal(got.float(), want.float())
 
 
-def _both(call) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    return call(kernel="fp8_hopper"), call(kernel="fp8_emulated")
+@pytest.fixture
+def as_hopper(monkeypatch):
+    """The emulation sums products as the tensor cores do."""
+    launch = functools.partial(fp8_emulated.launch, accumulation=Accumulation.TWO_LEVEL)
+    monkeypatch.setattr(fp8_emulated, "launch", launch)
+    monkeypatch.setattr(ops, "_plans", Bounded(64))  # which hold what was loaded before
 
 
 def _hold(call) -> None:
-    """Outputs within what P's rounding may do where a sum falls to another side of a code."""
-    (out, lse), (want, want_lse) = _both(call)
+    """Outputs within what P's rounding may do where a sum falls to another side of a code.
+
+    In float32, S would be off by up to 13 bits below its largest partial sum, and an LSE by up to
+    0.015 (H200, 2026-11-30): what remains is float32's own rounding.
+    """
+    (out, lse), (want, want_lse) = call(kernel="fp8_hopper"), call(kernel="fp8_emulated")
     assert torch.equal(out.isnan(), want.isnan())
     finite = want.isfinite()
     assert relative(out[finite].float(), want[finite].float()) < 6e-3
     seen = want_lse.isfinite()
     assert torch.equal(lse.isfinite(), seen)
-    assert (lse - want_lse)[seen].abs().max() < 2e-3
+    assert (lse - want_lse)[seen].abs().max() < 1e-4
 
 
 @needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("name", list(problems.DENSE_FEATURES))
 def test_dense(dim, name):
@@ -79,6 +93,7 @@ def test_dense(dim, name):
 
 
 @needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("seqlens", [(1, 1), (64, 128), (200, 64), (1000, 1000), (513, 2049)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", ["block", "tensor"])
@@ -89,6 +104,7 @@ def test_lengths(seqlens, causal, scale):
 
 
 @needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed(causal):
     q, k, v = _on_gpu(dim=128, seqlen_q=700, seqlen_k=900)
@@ -103,6 +119,7 @@ def test_packed(causal):
 
 
 @needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_what_is_not_finite_reaches_the_rows_that_see_it(part):
     inputs = _on_gpu(dim=128, seqlen_q=300, seqlen_k=300)
@@ -113,12 +130,21 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(part):
 
 @needs_hopper
 def test_the_error_does_not_grow_with_the_keys():
-    """Values with a mean: what the tensor cores' own accumulator would lose (docs/fp8.md)."""
+    """Values with a mean: what the tensor cores' own accumulator would lose (docs/fp8.md).
+
+    Without outliers, of which more keys bring more: the rows that a rare key dominates then
+    decide, and float32 sums would fail (the emulation's error: 0.0070 at 4k keys, 0.0123 at 128k).
+    """
     errors = []
     for seqlen in (4096, 131072):
-        q, k, v = _on_gpu(heads=2, kv_heads=2, dim=128, seqlen_q=64, seqlen_k=seqlen)
+        g = torch.Generator("cuda").manual_seed(seqlen)
+        q, k, v = (
+            torch.randn(2, n, 2, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+            for n in (64, seqlen, seqlen)
+        )
         v += 1
-        out = onchip.attention(onchip.quantize_qkv(q, k, v), kernel="fp8_hopper")
+        x = onchip.quantize_qkv(q, k, v)
+        out = onchip.attention(x, kernel="fp8_hopper")
         s = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * 128**-0.5
         errors.append(relative(out, torch.einsum("bhst,bthd->bshd", s.softmax(-1), v.double())))
     assert errors[1] < 1.3 * errors[0], errors

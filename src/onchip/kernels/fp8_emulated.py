@@ -5,9 +5,10 @@ as the Hopper kernel walks. Q K^T is summed in float32 and multiplied by its blo
 rounded to float8_e4m3fn as P * 2^8; P V of a tile is summed from zero and then added to the
 float32 accumulator, which is held in units of the tile's V scale (two-level accumulation).
 
-`Accumulation.TENSOR_CORE` models what Hopper's tensor cores do when they add to the accumulator
-themselves: in steps of 32 keys each product and the accumulator are cut off 13 bits below the
-leading bit of the largest of them.
+`Accumulation.TENSOR_CORE` models how Hopper's tensor cores sum float8 (as MMA-Sim, arXiv
+2511.10909, finds them): in steps of 32 products; each product and the accumulator are cut off 13
+bits below the largest sum of two factors' exponents, or the accumulator's, and so is their sum
+below its own leading bit.
 
 Sequences of different length are padded to the longest: nothing is read on the host.
 
@@ -38,15 +39,16 @@ from onchip.problem import Layout, Problem, Tensors
 
 _LOG2_E = math.log2(math.e)
 _TILE_SCORES = 1 << 22
-_STEP_KEYS = 32  # of one wgmma instruction
+_STEP = 32  # products that one wgmma instruction sums
 _FRACTION_BITS = 13
 
 
 class Accumulation(enum.Enum):
-    """How P V is summed over the keys."""
+    """How products are summed; P V of a tile is always added in float32 but with `TENSOR_CORE`."""
 
-    TWO_LEVEL = "each tile from zero, then added in float32"
-    TENSOR_CORE = "in the tensor cores' accumulator"
+    FLOAT32 = "in float32"
+    TWO_LEVEL = "Q K^T, and P V of a tile, as Hopper's tensor cores sum"
+    TENSOR_CORE = "Q K^T, and P V of all tiles, as Hopper's tensor cores sum"
 
 
 class _Padded(NamedTuple):
@@ -70,14 +72,14 @@ class _Sums(NamedTuple):
 
 
 def launch(
-    problem: Problem, t: Tensors, accumulation: Accumulation = Accumulation.TWO_LEVEL
+    problem: Problem, t: Tensors, accumulation: Accumulation = Accumulation.FLOAT32
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward.
 
     Args:
         problem: what the call asks for.
         t: its data, as `onchip.quantize_qkv` makes them.
-        accumulation: how P V is summed.
+        accumulation: how products are summed.
 
     Returns:
         out as q with D_v, of `problem.out_dtype`; lse (B, H, S_q) or (H, T_q) float32.
@@ -187,7 +189,7 @@ def _attend(
     sums = _Sums(q.new_zeros(*q.shape[:3], x.v.shape[-1]), unit, torch.zeros_like(top), top)
     for block in reversed(range(x.k_scale.shape[2])):
         if _is_seen(problem, rows, block):
-            scores = _scores(problem, t, x, q, factor, rows, block)
+            scores = _scores(problem, t, x, q, factor, rows, block, accumulation)
             sums = _added(sums, scores, x, block, accumulation)
     return _finished(problem, t, sums, len(rows))
 
@@ -201,11 +203,13 @@ def _is_seen(problem: Problem, rows: range, block: int) -> bool:
 
 
 def _scores(
-    problem: Problem, t: Tensors, x: _Padded, q: Tensor, factor: Tensor, rows: range, block: int
-) -> Tensor:
+    problem: Problem, t: Tensors, x: _Padded, q: Tensor, factor: Tensor, rows: range, block: int,
+    accumulation: Accumulation,
+) -> Tensor:  # fmt: skip
     """(B, H_kv, G * R, K) logits of base 2, -inf where hidden."""
     keys = slice(block * BLOCK_K, (block + 1) * BLOCK_K)
-    s = q @ x.k[:, :, keys].transpose(2, 3)
+    k = x.k[:, :, keys].transpose(2, 3)
+    s = q @ k if accumulation is Accumulation.FLOAT32 else _by_tensor_core(None, q, k)
     s = s * (factor * x.k_scale[:, :, block, None, None])
     if problem.softcap > 0:
         s = problem.softcap * (s / problem.softcap).tanh()
@@ -238,24 +242,42 @@ def _added(
     v = x.v[:, :, block * BLOCK_K : (block + 1) * BLOCK_K]
     acc = sums.acc * (shrink * (sums.unit / unit))
     rounded = p.to(FLOAT8).float()
-    if accumulation is Accumulation.TWO_LEVEL:
+    if accumulation is Accumulation.FLOAT32:
         acc = acc + rounded @ v
+    elif accumulation is Accumulation.TWO_LEVEL:
+        acc = acc + _by_tensor_core(None, rounded, v)
     else:
         acc = _by_tensor_core(acc, rounded, v)
     return _Sums(acc, unit, sums.total * shrink + p.sum(-1, keepdim=True), top)
 
 
-def _by_tensor_core(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-    """acc + p v as Hopper's tensor cores sum float8."""
-    for start in range(0, p.shape[-1], _STEP_KEYS):
-        keys = slice(start, start + _STEP_KEYS)
-        products = p[..., keys, None] * v[..., keys, :].unsqueeze(-3)  # (..., R, keys, D_v)
-        terms = torch.cat([products, acc.unsqueeze(-2)], -2).double()
-        largest = terms.abs().amax(-2, keepdim=True)
-        _, exponent = torch.frexp(largest)  # largest = m * 2^exponent, 0.5 <= m < 1
-        unit = torch.ldexp(torch.ones_like(largest), exponent - 1 - _FRACTION_BITS)
-        acc = ((terms / unit).trunc() * unit).sum(-2).float()
+def _by_tensor_core(acc: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """acc (0 if None) + x y as Hopper's tensor cores sum float8."""
+    for start in range(0, x.shape[-1], _STEP):
+        step = slice(start, start + _STEP)
+        left, right = x[..., step, None], y[..., step, :].unsqueeze(-3)
+        terms = (left * right).double()  # (..., R, steps, columns)
+        exponents = _exponent(left) + _exponent(right)
+        if acc is not None:
+            terms = torch.cat([terms, acc.double().unsqueeze(-2)], -2)
+            exponents = torch.cat([exponents, _exponent(acc).unsqueeze(-2)], -2)
+        total = _cut(terms, exponents.amax(-2, keepdim=True)).sum(-2)
+        acc = _cut(total, _exponent(total)).float()
+    assert acc is not None
     return acc
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """floor(log2 |x|); far below all others where x = 0."""
+    _, exponent = torch.frexp(x)  # x = m * 2^exponent, 0.5 <= |m| < 1
+    return torch.where(x == 0, -1000, exponent - 1)
+
+
+def _cut(x: Tensor, exponent: Tensor) -> Tensor:
+    """x without what lies `_FRACTION_BITS` below 2^exponent."""
+    # In two halves: a single factor would leave float64's range where all terms are 0.
+    shift = _FRACTION_BITS - exponent.clamp(min=-500)
+    return torch.ldexp(torch.ldexp(x, shift).trunc(), -shift)
 
 
 def _finished(problem: Problem, t: Tensors, sums: _Sums, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from onchip.kernels.hopper.config import WARPGROUP_ROWS
 from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
 from onchip.kernels.hopper.fp8_consumer import Scales, fp8_consumer
 from onchip.kernels.hopper.fp8_producer import fp8_producer
+from onchip.kernels.hopper.fp8_serial import fp8_serial_consumer
 from onchip.kernels.hopper.gluon_names import TensorDescriptor, gl
 from onchip.kernels.hopper.shared import Inputs, Outputs, Shared, barriers
 from onchip.kernels.hopper.softmax import Terms
@@ -53,10 +54,11 @@ def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
     BN: gl.constexpr = C.block_n
     WIDTH: gl.constexpr = C.width
     WIDTH_V: gl.constexpr = C.width_v
+    WIDTH_O: gl.constexpr = C.width_v // C.parts
     q = gl.allocate_shared_memory(q_desc.dtype, [NUM_Q, 1, 1, 64, WIDTH], q_desc.layout)
     k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BN, WIDTH], k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, WIDTH_V, BN], v_desc.layout)
-    o = gl.allocate_shared_memory(o_desc.dtype, [NUM_O, 1, 1, 64, WIDTH_V], o_desc.layout)
+    o = gl.allocate_shared_memory(o_desc.dtype, [NUM_O, 1, 1, 64, WIDTH_O], o_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
     notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
@@ -64,6 +66,17 @@ def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
         q, k, v, o,
         barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1), notes,
     )  # fmt: skip
+
+
+@gluon.jit
+def _consumer(
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
+    n: Sizes, C: gl.constexpr,
+):  # fmt: skip
+    if C.serial:
+        fp8_serial_consumer(W, lengths, to, terms, scales, at, n, C)
+    else:
+        fp8_consumer(W, lengths, to, terms, scales, at, n, C)
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -86,15 +99,15 @@ def attn_fwd_fp8_hopper(
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([
-            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 1], [C.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
-            (fp8_consumer, (2, lengths, to, terms, scales, at, n, C)),
+            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (_consumer, (2, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 4, 1], [C.registers, C.registers, 24])  # fmt: skip
 
@@ -152,5 +165,5 @@ def _descriptors(code: Code, tensors: Tensors, out: Tensor) -> list[TensorDescri
         describe(tensors.q, WARPGROUP_ROWS, code.width),
         describe(tensors.k, code.block_n, code.width),
         TensorDescriptor(v, list(v.shape), list(v.stride()), block, layout),
-        describe(out, WARPGROUP_ROWS, code.width_v),
+        describe(out, WARPGROUP_ROWS, code.width_v // code.parts),
     ]

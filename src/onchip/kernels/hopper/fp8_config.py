@@ -40,6 +40,8 @@ class FP8Config:
     late: bool
     two_level: bool
     registers: int
+    serial: bool = False
+    parts: int = 1
     l2_bytes: int = L2_BUDGET_BYTES
     lazy: bool = False
     q_in_registers: bool = False
@@ -73,5 +75,6 @@ def choose_fp8(problem: Problem) -> FP8Config:
 # Compiled without spills in the loop; not yet timed.
 _CONFIGS = {
     64: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
+    256: FP8Config(2, 128, 2, 1, turns=True, late=False, two_level=True, registers=240, serial=True, parts=2),
     128: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
 }

@@ -87,7 +87,7 @@ class Factors(NamedTuple):
 class Walk(NamedTuple):
     """What a consumer carries from K/V tile to K/V tile."""
 
-    p: object  # (64, BN) weights of the last S times 2^8, float8, as wgmma's operand
+    p: object  # weights of the last S times 2^8, `packed`
     acc: object  # (64, D_v) float32, without the last P V and its factor
     factor: object  # (64,) what acc must be multiplied by before the last P V is added
     m: object  # (64,) running maximum of the logits
@@ -96,7 +96,7 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def _factors(tile: Tile, row, scales: Scales, lengths: Lengths, n: Sizes, C: gl.constexpr):
+def factors_at(tile: Tile, row, scales: Scales, lengths: Lengths, n: Sizes, C: gl.constexpr):
     k_start = 0
     if C.packed_k:
         k_start = gl.load(lengths.cu_seqlens_k + tile.batch)
@@ -115,7 +115,7 @@ def _factors(tile: Tile, row, scales: Scales, lengths: Lengths, n: Sizes, C: gl.
 
 
 @gluon.jit
-def _scales_at(key, factors: Factors, scales: Scales):
+def scales_at(key, factors: Factors, scales: Scales):
     """Scale of S and of V in the K/V tile that begins at `key`."""
     block = key // BLOCK_K
     k = gl.load(scales.k + (factors.k + block * scales.k_strides[2]))
@@ -144,11 +144,13 @@ def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
     slot = count % C.stages
     mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
     v = plane(at.v.index(slot), C.width_v, C.block_n).permute((1, 0))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc.type.layout, 4)
+    p = operand(walk.p, P_LAYOUT)
     if C.two_level:
         zeros = gl.zeros_like(walk.acc)
-        return warpgroup_mma(walk.p, v, zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(walk.p, v, walk.acc, is_async=True)
+        return warpgroup_mma(p, v, walk.acc, is_async=True)
 
 
 @gluon.jit
@@ -162,16 +164,35 @@ def _summed(walk: Walk, product, following, C: gl.constexpr):
 
 
 @gluon.jit
-def _operand(weights, LAYOUT: gl.constexpr):
-    """P in float8 as wgmma's first operand: column 4t + 2a + c of 16 is key 8a + 2t + c."""
+def packed(weights):
+    """P (64, BN) in float8, four keys a word: word 4i + t has keys 16i + 8a + 2t + c at 2a + c.
+
+    That is the order of V's columns, and no data moves. Words, since Triton would carry bytes
+    from step to step one in each register.
+    """
     BN: gl.constexpr = weights.shape[1]
-    x = gl.reshape(weights.to(gl.float8e4nv), [64, BN // 16, 2, 4, 2])
-    x = gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), [64, BN])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    x = gl.reshape(weights, [64, BN // 16, 2, 4, 2])  # a, t, c
+    left, right = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
+    a, b = gl.split(left)
+    c, d = gl.split(right)
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
 
 
 @gluon.jit
-def _under(terms: Terms, scale):
+def operand(words, LAYOUT: gl.constexpr):
+    """`packed` words as wgmma's first operand (64, BN)."""
+    pairs = gl.join(words, words)
+    x = gl.reshape(gl.join(pairs, pairs), [64, words.shape[1] * 16])
+    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv,
+                                     is_pure=True, pack=4)  # fmt: skip
+
+
+@gluon.jit
+def under(terms: Terms, scale):
     """The terms of a tile whose S is to be multiplied by a further scale."""
     return Terms(terms.scale * scale, terms.softcap, terms.slopes, terms.sinks)
 
@@ -182,16 +203,16 @@ def _step(
     at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further; Q's buffer `i` became full in `phase`."""
-    scale, unit_v = _scales_at(key, factors, scales)
-    under = _under(terms, scale)
-    unit = unit_of(under, C)
+    scale, unit_v = scales_at(key, factors, scales)
+    terms = under(terms, scale)
+    unit = unit_of(terms, C)
     s = _scores(i, count + 1, True, at, W, C)
     product = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
     s = warpgroup_mma_wait(1, deps=[s])
     if C.late:
         release(count + 1, 0, C)
-    s = logits(s, key, view, under, C)
+    s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
     m = gl.maximum(walk.m, row_maximum(s) * unit)
@@ -211,15 +232,14 @@ def _step(
         mbarrier.wait(at.q_full.index(i), phase)
         product = warpgroup_mma_wait(0, deps=[product])
         release(count, 1, C)
-    P_LAYOUT: gl.constexpr = walk.p.type.layout
-    p = _operand(weights, P_LAYOUT)
+    p = packed(weights)
     if C.late:
         acc = _summed(walk, product, following, C)
     return Walk(p, acc, following, m, l, unit_v)
 
 
 @gluon.jit
-def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr):
+def open_tile(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr):
     """Issues a tile's first S, of K tile `count` or the one behind it.
 
     Returns:
@@ -238,15 +258,15 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
 
 
 @gluon.jit
-def _first_walk(
+def first_walk(
     s, end, view: View, terms: Terms, factors: Factors, scales: Scales, n: Sizes, C: gl.constexpr
 ):  # fmt: skip
     """A tile's statistics after its first S, which the right edge crosses; P is still float32."""
     key = (end - 1) * C.block_n
-    scale, unit_v = _scales_at(key, factors, scales)
-    under = _under(terms, scale)
-    unit = unit_of(under, C)
-    s = masked(logits(s, key, view, under, C), key, view, n, True, C)
+    scale, unit_v = scales_at(key, factors, scales)
+    terms = under(terms, scale)
+    unit = unit_of(terms, C)
+    s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
     m = row_maximum(s) * unit
     base = base_of(m, C.may_be_empty)
     weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
@@ -292,7 +312,6 @@ def fp8_consumer(
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 32])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
@@ -302,15 +321,15 @@ def fp8_consumer(
         pass_turn(0, C)
     more, tile = tile_number(done, lengths, at, n, C)
     view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
-    factors = _factors(tile, view.row, scales, lengths, n, C)
-    s, count, skipped, end = _open(tile, more, 0, done, at, n, W, C)
+    factors = factors_at(tile, view.row, scales, lengths, n, C)
+    s, count, skipped, end = open_tile(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
-    weights, m, l, unit_v = _first_walk(s, end, view, terms, factors, scales, n, C)
+    weights, m, l, unit_v = first_walk(s, end, view, terms, factors, scales, n, C)
     acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-    walk = Walk(_operand(weights, P_LAYOUT), acc, gl.zeros_like(m), m, l, unit_v)
+    walk = Walk(packed(weights), acc, gl.zeros_like(m), m, l, unit_v)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
@@ -339,17 +358,17 @@ def fp8_consumer(
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
-        factors = _factors(tile, following.row, scales, lengths, n, C)
-        s, first, skipped, end = _open(tile, more, count + 1, done, at, n, W, C)
+        factors = factors_at(tile, following.row, scales, lengths, n, C)
+        s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
         product = _product(walk, count, at, C)
         pass_turn(NEXT, C)
         s = warpgroup_mma_wait(1, deps=[s])
         release_if(more, first, 0, C)
-        weights, m, l, unit_v = _first_walk(s, end, following, terms, factors, scales, n, C)
+        weights, m, l, unit_v = first_walk(s, end, following, terms, factors, scales, n, C)
         product = warpgroup_mma_wait(0, deps=[product])
         release_if(more, count, 1, C)
         skip_v(skipped, count + 1, at, C)
-        p = _operand(weights, P_LAYOUT)
+        p = packed(weights)
         _finish(walk, product, at.o.index(W), view, terms, to, n, C)
         acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
         walk = Walk(p, acc, gl.zeros_like(m), m, l, unit_v)

@@ -1,0 +1,256 @@
+"""A float8 consumer whose softmax runs under the products of the other warpgroups alone.
+
+As `fp8_consumer.py`, but a step is P V of one tile, then S of the next, then its softmax: P V and
+S are never in flight together, so that their registers are the same. What that frees takes a
+third warpgroup (D up to 128), or O of D = 256 beside whole tiles of 128 keys. P V is summed in
+parts of D_v, each from zero, since a whole one would need as many registers as O itself.
+
+Legend: BN columns (keys) of a tile, W number of a warpgroup, n sizes, C code.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
+from onchip.kernels.hopper.consumer import skip_v, store_lse, tile_number
+from onchip.kernels.hopper.fp8_consumer import (
+    SHIFT,
+    Scales,
+    Walk,
+    factors_at,
+    first_walk,
+    open_tile,
+    operand,
+    packed,
+    scales_at,
+    under,
+)
+from onchip.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    mbarrier,
+    tma,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
+from onchip.kernels.hopper.softmax import (
+    Terms,
+    base_of,
+    logits,
+    row_maximum,
+    row_sums,
+    scaled_sums,
+    slope_of,
+    unit_of,
+    with_sink,
+)
+from onchip.kernels.hopper.tiles import (
+    Lengths,
+    Sizes,
+    View,
+    masked,
+    num_before_the_left,
+    num_cut_on_the_right,
+    start_of_keys,
+)
+
+
+@gluon.jit
+def _no_output(C: gl.constexpr):
+    """O = 0 in its parts."""
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    PARTS: gl.constexpr = C.parts
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    acc = ()
+    for _ in gl.static_range(PARTS):
+        acc += (gl.zeros([64, WIDTH], gl.float32, LAYOUT),)
+    return acc
+
+
+@gluon.jit
+def _part(p, acc, v, PART: gl.constexpr, C: gl.constexpr):
+    """Issues P V of one part of D_v: from zero, or on top of O."""
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    columns = v.slice(PART * WIDTH, WIDTH, 0).permute((1, 0))
+    if C.two_level:
+        return warpgroup_mma(p, columns, gl.zeros_like(acc), use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p, columns, acc, is_async=True)
+
+
+@gluon.jit
+def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """O in its parts, with P V of V tile `count`."""
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc[0].type.layout)
+    slot = count % C.stages
+    factor = gl.convert_layout(walk.factor, ROWS)[:, None]
+    mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
+    v = plane(at.v.index(slot), C.width_v, C.block_n)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc[0].type.layout, 4)
+    p = operand(walk.p, P_LAYOUT)
+    acc = ()
+    for i in gl.static_range(PARTS):
+        if C.two_level:
+            product = _part(p, walk.acc[i], v, i, C)
+            if i == 0:
+                product = warpgroup_mma_wait(0, deps=[product])
+            else:
+                # The compiler would add all parts behind the last: each wait takes the sum before.
+                product, before = warpgroup_mma_wait(0, deps=[product, acc[i - 1]])
+                acc = acc[:-1] + (before,)
+            acc += (walk.acc[i] * factor + product,)
+        else:
+            product = _part(p, walk.acc[i] * factor, v, i, C)
+            acc += (warpgroup_mma_wait(0, deps=[product]),)
+    if C.two_level:
+        acc = acc[:-1] + (warpgroup_mma_wait(0, deps=[acc[PARTS - 1]]),)
+    return acc
+
+
+@gluon.jit
+def _step(
+    i, walk: Walk, count, key, view: View, terms: Terms, factors, scales: Scales,
+    at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One K/V tile further."""
+    BN: gl.constexpr = C.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    slot = (count + 1) % C.stages
+    scale, unit_v = scales_at(key, factors, scales)
+    terms = under(terms, scale)
+    unit = unit_of(terms, C)
+    wait_for_turn(W, C)
+    acc = _summed(walk, count, at, C)
+    release(count, 1, C)
+    mbarrier.wait(at.k_full.index(slot), ((count + 1) // C.stages) & 1)
+    q = plane(at.q.index(i), 64, C.width)
+    k = plane(at.k.index(slot), C.block_n, C.width)
+    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    pass_turn((W + 1) % C.warpgroups, C)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release(count + 1, 0, C)
+    s = logits(s, key, view, terms, C)
+    if MASKED:
+        s = masked(s, key, view, n, False, C)
+    m = gl.maximum(walk.m, row_maximum(s) * unit)
+    base = base_of(m, MASKED)
+    alpha = gl.exp2(walk.m - base)
+    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
+    l = scaled_sums(walk.l, alpha) + row_sums(weights)
+    return Walk(packed(weights), acc, alpha * (walk.unit / unit_v), m, l, unit_v)
+
+
+@gluon.jit
+def _store_part(out, PART: gl.constexpr, o, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    LAYOUT: gl.constexpr = out.type.layout
+    tile = view.tile
+    whole = view.row < n.seqlen_q
+    if C.packed_q:
+        whole = view.row + 64 <= tile.seqlen_q
+    if whole:
+        tma.store_wait(0)  # what this buffer held before has left
+        plane(o, 64, WIDTH).store(out)
+        fence_async_shared()
+        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + view.row, PART * WIDTH]
+        tma_store(to.tiles, place, o)
+    else:
+        if C.packed_q:
+            index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+            columns = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+            start = (tile.q_start + index).to(gl.int64) * n.num_heads + tile.head
+            inside = (index < tile.seqlen_q)[:, None] & (columns < C.dim_v)
+            gl.store(to.out + start[:, None] * C.dim_v + columns, out, mask=inside)
+
+
+@gluon.jit
+def _finish(walk: Walk, acc, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
+    top, l, factor = with_sink(walk.m - SHIFT, l, view.tile.head, 1.0, terms, C)
+    store_lse(top, l, view, to, n, C)
+    inverse = factor * walk.unit / l
+    if C.may_be_empty:
+        inverse = gl.where(l == 0.0, 0.0, inverse)
+    inverse = gl.convert_layout(inverse, ROWS)[:, None]
+    for i in gl.static_range(PARTS):
+        _store_part((acc[i] * inverse).to(o.dtype), i, o, view, to, n, C)
+
+
+@gluon.jit
+def fp8_serial_consumer(
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
+    n: Sizes, C: gl.constexpr,
+):  # fmt: skip
+    """64 rows of every tile of queries that the CTA draws."""
+    BN: gl.constexpr = C.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    NEXT: gl.constexpr = (W + 1) % C.warpgroups
+    rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+
+    done = 0  # tiles of queries
+    if C.warpgroups == W + 1:
+        pass_turn(0, C)
+    more, tile = tile_number(done, lengths, at, n, C)
+    view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+    factors = factors_at(tile, view.row, scales, lengths, n, C)
+    s, count, skipped, end = open_tile(tile, more, 0, done, at, n, W, C)
+    pass_turn(NEXT, C)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release_if(more, count, 0, C)
+    skip_v(skipped, 0, at, C)
+    weights, m, l, unit_v = first_walk(s, end, view, terms, factors, scales, n, C)
+    p = packed(weights)
+    walk = Walk(p, _no_output(C), gl.zeros_like(m), m, l, unit_v)
+
+    # `count` is the K/V tile whose P is ready and whose V is still to come.
+    while more:
+        i = (done % C.q_buffers) * C.warpgroups + W
+        start = start_of_keys(view.tile.row, view.tile, n, C)
+        cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
+        full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
+        if C.cuts_two:
+            for j in range(1, cut):
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors,
+                             scales, at, n, True, W, C)  # fmt: skip
+                count += 1
+        for j in range(cut, full):
+            walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
+                         at, n, False, W, C)  # fmt: skip
+            count += 1
+        if C.has_left:
+            for j in range(full, end - start):
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors,
+                             scales, at, n, True, W, C)  # fmt: skip
+                count += 1
+
+        # The last P V of this tile, then the first S = Q K^T of the next, under which O leaves.
+        mbarrier.arrive(at.q_empty.index(i), count=1)
+        acc = _summed(walk, count, at, C)
+        done += 1
+        more, tile = tile_number(done, lengths, at, n, C)
+        following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+        factors = factors_at(tile, following.row, scales, lengths, n, C)
+        release_if(more, count, 1, C)
+        s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
+        pass_turn(NEXT, C)
+        _finish(walk, acc, at.o.index(W), view, terms, to, n, C)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release_if(more, first, 0, C)
+        skip_v(skipped, count + 1, at, C)
+        weights, m, l, unit_v = first_walk(s, end, following, terms, factors, scales, n, C)
+        p = packed(weights)
+        walk = Walk(p, _no_output(C), gl.zeros_like(m), m, l, unit_v)
+        view = following
+        count = first
+    tma.store_wait(0)
+    if W == 0:
+        wait_for_turn(0, C)
