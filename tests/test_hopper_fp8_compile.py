@@ -53,7 +53,7 @@ def test_it_fits_and_no_products_wait_for_each_other():
     ("changed", "reason"),
     [
         ({"arch": "sm_80"}, "needs sm_90"),
-        ({"head_dim": 256}, "D up to 128"),
+        ({"head_dim": 272}, "D up to 256"),
         ({"head_dim": 72}, "multiples of 16"),
         ({"scale": -1.0}, "a scale over 0"),
         ({"out_dtype": "float32"}, "writes float16 or bfloat16"),

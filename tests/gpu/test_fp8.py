@@ -82,7 +82,7 @@ def _hold(call) -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("as_hopper")
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", list(problems.DENSE_FEATURES))
 def test_dense(dim, name):
     q, k, v = _on_gpu(dim=dim, seqlen_q=333, seqlen_k=450)

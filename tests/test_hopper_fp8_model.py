@@ -1,0 +1,70 @@
+"""The Hopper float8 forward's roles in a model of Gluon give the emulation's results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onchip.kernels import fp8_emulated
+from tests.fp8_cases import relative
+from tests.hopper_fp8_cases import posed
+
+HERE = Path(__file__).parent
+INPUTS = {
+    "full": {"lengths": [[300, 450]]},
+    "causal": {"lengths": [[500, 500]], "causal": True, "heads": 3},
+    "more_queries": {"lengths": [[300, 140]], "causal": True},
+    "window": {"lengths": [[300, 450]], "causal": True, "window": [100, 0]},
+    "packed": {
+        "lengths": [[130, 30], [64, 300], [0, 5], [200, 200]], "causal": True, "packed": True
+    },
+}  # fmt: skip
+USUAL = {
+    "warpgroups": 2, "block_n": 128, "stages": 2, "q_buffers": 2, "turns": True, "late": False,
+    "two_level": True, "registers": 240,
+}  # fmt: skip
+SERIAL = USUAL | {"serial": True}
+CONFIGS = {
+    "usual": USUAL,
+    "late": USUAL | {"late": True, "turns": False},
+    "one_level": USUAL | {"two_level": False},
+    "serial": SERIAL,
+    "serial_of_three": SERIAL | {"warpgroups": 3, "registers": 160},
+    "serial_in_parts": SERIAL | {"parts": 2, "q_buffers": 1, "turns": False},
+    "serial_one_level": SERIAL | {"two_level": False, "stages": 3},
+}
+CASES = [(inputs, config) for config in CONFIGS for inputs in INPUTS]
+
+
+@pytest.fixture(scope="module")
+def modelled(tmp_path_factory) -> dict:
+    """What the roles wrote, case by case: (out, lse), or what went wrong."""
+    folder = tmp_path_factory.mktemp("model")
+    entries = [{"inputs": INPUTS[i], "config": CONFIGS[c]} for i, c in CASES]
+    (folder / "cases.json").write_text(json.dumps(entries))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in [str(HERE.parent), *sys.path] if path)
+    files = [str(folder / "cases.json"), str(folder / "out.pt")]
+    command = [sys.executable, str(HERE / "hopper_fp8_model.py"), *files]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(CASES, torch.load(files[1]), strict=True))
+
+
+@pytest.mark.parametrize(("inputs", "config"), CASES)
+def test_roles_give_the_emulations_result(modelled, inputs, config):
+    found = modelled[inputs, config]
+    assert not isinstance(found, str), found
+    want, want_lse = fp8_emulated.launch(*posed(**INPUTS[inputs]))
+    out, lse = found
+    assert not out.isnan().any()
+    assert relative(out, want) < 1e-4  # a code may fall to the other side
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=2e-5)
