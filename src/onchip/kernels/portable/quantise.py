@@ -64,6 +64,7 @@ class Spec(NamedTuple):
     given: bool  # scales are given, for each sequence and head
     raw: bool  # inputs are float8
     precision: str
+    native: bool  # the GPU converts to float8 itself
     vector: int  # strides come in units of so many elements, which tells Triton their alignment
 
 
@@ -206,18 +207,31 @@ def _scale(x, side: Side, cut: Cut, at: Place, head, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _code(x, scale):
+def _code(x, scale, SPEC: tl.constexpr):
     """x / scale as a byte of float8_e4m3fn: to nearest, ties to even, saturated.
 
-    By integers, since GPUs before sm_89 have no such conversion and the interpreter cuts off.
+    By integers where there is no instruction for it: GPUs before sm_89 have none, and Triton's
+    interpreter cuts off.
     """
-    y = tl.minimum(tl.abs(x / scale), LARGEST)
-    bits = y.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9; adding 2^23 rounds to an integer.
-    small = (y * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(y < 0.015625, small, normal)
-    return tl.where(x < 0, code | 0x80, code).to(tl.uint8)
+    if SPEC.native:
+        return (x * (1.0 / scale)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        y = tl.minimum(tl.abs(x / scale), LARGEST)
+        bits = y.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9; adding 2^23 rounds to an integer.
+        small = (y * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
+        code = tl.where(y < 0.015625, small, normal)
+        return tl.where(x < 0, code | 0x80, code).to(tl.uint8)
+
+
+@triton.jit
+def _code_of_rows(x, spoilt, scale, SPEC: tl.constexpr):
+    """`_code`, NaN in rows that are spoilt."""
+    if SPEC.native:  # a NaN's code is `NAN_CODE`; on words, which are fewer operations than bytes
+        return _code(tl.where(spoilt[:, None], float("nan"), x), scale, SPEC)
+    else:
+        return tl.where(spoilt[:, None], NAN_CODE, _code(x, scale, SPEC)).to(tl.uint8)
 
 
 @triton.jit
@@ -266,7 +280,7 @@ def _quantise_queries(
     x, spoilt = _rows(q, at, head, rows, seqlen_k - at.length, cos, sin, matrix, SPEC)
     scale = _scale(x, q, cut, at, head, SPEC)
     if not SPEC.only_largest:
-        codes = tl.where(spoilt[:, None], NAN_CODE, _code(x, scale)).to(tl.uint8)
+        codes = _code_of_rows(x, spoilt, scale, SPEC)
         _store_rows(codes, q, cut, at, head, rows, SPEC.dim, SPEC.width)
 
 
@@ -299,15 +313,17 @@ def _quantise_keys(index, head, k: Side, v: Side, cut: Cut, cos, sin, matrix, SP
     values = tl.where(_is_finite(values, SPEC.raw), values, 0)
     if not SPEC.raw:
         values = values.to(tl.float32)
-        values = _code(values, _scale(values, v, cut, at, head, SPEC))
+        values = _code(values, _scale(values, v, cut, at, head, SPEC), SPEC)
     if not SPEC.only_largest:
         _store_columns(values.to(tl.uint8), v, cut, at, head, SPEC)
 
     x, spoilt_k = _rows(k, at, head, rows, 0, cos, sin, matrix, SPEC)
-    if not SPEC.raw:
-        x = _code(x, _scale(x, k, cut, at, head, SPEC))
+    spoilt |= spoilt_k
+    if SPEC.raw:
+        x = tl.where(spoilt[:, None], NAN_CODE, x).to(tl.uint8)
+    else:
+        x = _code_of_rows(x, spoilt, _scale(x, k, cut, at, head, SPEC), SPEC)
     if not SPEC.only_largest:
-        x = tl.where((spoilt | spoilt_k)[:, None], NAN_CODE, x).to(tl.uint8)
         _store_rows(x, k, cut, at, head, rows, SPEC.dim, SPEC.width)
 
 
@@ -455,6 +471,7 @@ def _run(
         given=given,
         raw=raw,
         precision="ieee",
+        native=_converts(s.q.device),
         vector=16 // s.q.element_size() if are_aligned(s.q, s.k, s.v) else 1,
     )
     matrix = transform(dim, spec.width, s.q.dtype, s.q.device) if how.hadamard else None
@@ -475,6 +492,10 @@ def _run(
 def _num_warps(spec: Spec) -> int:
     """Enough for a block of keys to stay in registers: 64 of each thread's."""
     return {64: 4, 128: 8, 256: 16}.get(max(64, spec.width, spec.width_v), 16)
+
+
+def _converts(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _on(device: torch.device):
