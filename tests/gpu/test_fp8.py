@@ -50,6 +50,17 @@ def test_quantised_as_torch_does(dim, scale):
             assert close.double().mean() > 0.999
 
 
+def test_what_is_not_finite_is_stored_as_torch_stores_it():
+    q, k, v = _on_gpu(dim=128)
+    q[0, 3, 1, 5], k[1, 70, 0, 0], v[1, 200, 1, 9] = torch.nan, torch.inf, -torch.inf
+    pairs = zip(quantise.quantise(Source(q, k, v), Quantiser()),
+                fp8_quantise.quantise(Source(q, k, v), Quantiser()), strict=True)  # fmt: skip
+    for got, want in pairs:
+        assert torch.equal(got.float().isnan(), want.float().isnan())
+        finite = want.float().isfinite()
+        assert relative(got.float()[finite], want.float()[finite]) < 2e-3
+
+
 def test_codes_of_float8_inputs_are_kept():
     q, k, v = (x.to(torch.float8_e4m3fn) for x in _on_gpu())
     for got, want in zip(quantise.relaid(Source(q, k, v)), fp8_quantise.relaid(Source(q, k, v)),

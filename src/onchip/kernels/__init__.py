@@ -352,7 +352,6 @@ KERNELS: tuple[Kernel, ...] = (
         head_dim_multiple=16,
         features=ALL_FEATURES - {"leftpad", "kv_scales"},
         reasons=_fp8_hopper_reasons,
-        by_name="has not run on a GPU",
         summary="float8 in Gluon: 8-bit wgmma, two-level accumulation",
     ),
     Kernel(
