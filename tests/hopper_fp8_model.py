@@ -98,7 +98,9 @@ def main(cases_file: str, out_file: str) -> None:
     for case in cases:
         problem, tensors = posed(**case["inputs"])
         try:
-            found.append(run(problem, tensors, case.get("programs", 3), FP8Config(**case["config"])))
+            found.append(
+                run(problem, tensors, case.get("programs", 3), FP8Config(**case["config"]))
+            )
         except (AssertionError, Deadlock) as error:
             found.append(f"{type(error).__name__}: {error}")
     torch.save(found, out_file)

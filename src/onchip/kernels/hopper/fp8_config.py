@@ -75,6 +75,8 @@ def choose_fp8(problem: Problem) -> FP8Config:
 # Compiled without spills in the loop; not yet timed.
 _CONFIGS = {
     64: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
-    256: FP8Config(2, 128, 2, 1, turns=True, late=False, two_level=True, registers=240, serial=True, parts=2),
+    256: FP8Config(
+        2, 128, 2, 1, turns=True, late=False, two_level=True, registers=240, serial=True, parts=2
+    ),
     128: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
 }

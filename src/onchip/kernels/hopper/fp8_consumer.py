@@ -239,7 +239,9 @@ def _step(
 
 
 @gluon.jit
-def open_tile(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr):
+def open_tile(
+    tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr
+):
     """Issues a tile's first S, of K tile `count` or the one behind it.
 
     Returns:

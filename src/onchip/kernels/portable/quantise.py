@@ -2,9 +2,8 @@
 
 A program takes one block of one head: 64 queries, or 128 keys with their values. Rows are
 rotated (optionally), multiplied by the transform of `onchip.kernels.fp8_layout` on the matrix
-units, and divided by the block's scale. Keys are taken in the order in which V's columns want
-them, so that V is transposed in shared memory and written in full lines. What is not finite is
-treated as in `onchip.kernels.fp8_quantise`, which says the same in torch.
+units, and divided by the block's scale. What is not finite is treated as in
+`onchip.kernels.fp8_quantise`, which says the same in torch.
 
 A scale for a head or tensor needs its largest entry first: a launch before finds those of
 blocks. Values that are float8 already are only laid out (`RAW`).
@@ -21,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,292 +40,14 @@ from onchip.kernels.fp8_layout import (
 )
 from onchip.kernels.fp8_quantise import Blocks, shared_scales
 from onchip.kernels.portable.arguments import are_aligned, strides_of
+from onchip.kernels.portable.quantise_tiles import (
+    Cut,
+    Side,
+    Spec,
+    quantise_keys,
+    quantise_queries,
+)
 from onchip.problem import needs_copy
-
-BLOCK_Q = tl.constexpr(fp8_layout.BLOCK_Q)
-BLOCK_K = tl.constexpr(fp8_layout.BLOCK_K)
-LARGEST = tl.constexpr(fp8_layout.LARGEST)
-NAN_CODE = tl.constexpr(fp8_layout.NAN_CODE)
-SMALLEST = tl.constexpr(fp8_layout.SMALLEST)
-
-
-class Spec(NamedTuple):
-    """What the compiled code depends on."""
-
-    dim: int
-    dim_v: int
-    width: int  # D padded to a power of two
-    width_v: int
-    half: int  # rotary_dim / 2, 0 without
-    positions: int  # of the rotary tables
-    interleaved: bool
-    hadamard: bool
-    only_largest: bool  # finds largest entries, writes no codes
-    given: bool  # scales are given, for each sequence and head
-    raw: bool  # inputs are float8
-    precision: str
-    native: bool  # the GPU converts to float8 itself
-    vector: int  # strides come in units of so many elements, which tells Triton their alignment
-
-
-class Side(NamedTuple):
-    """One of q, k and v: where it is read and written."""
-
-    source: object
-    stride_batch: object
-    stride_row: object
-    stride_head: object
-    codes: object
-    scales: object
-    gain: object  # what a scale is multiplied by when it is written
-
-
-class Cut(NamedTuple):
-    """How one of queries and keys is cut into blocks; what a layout does not have is None."""
-
-    cu_seqlens: object
-    used: object
-    length: object  # of a dense sequence
-    blocks: object  # of a dense sequence, or of all packed ones
-    batch: object
-    heads: object
-
-
-class Place(NamedTuple):
-    """One block."""
-
-    sequence: object
-    block: object  # in memory of scales and columns
-    first: object  # row in its own sequence
-    start: object  # the sequence's first row in memory
-    length: object  # rows of the sequence
-    used: object  # rows that count
-
-
-@triton.jit
-def _place(index, cut: Cut, BLOCK: tl.constexpr):
-    """Block number `index` of all sequences."""
-    if cut.cu_seqlens is None:
-        sequence = index // cut.blocks
-        block = index - sequence * cut.blocks
-        first = block * BLOCK
-        start = 0
-        length = cut.length
-    else:
-        low = 0
-        high = cut.batch
-        while high - low > 1:  # the last sequence whose first block is not behind
-            middle = (low + high) // 2
-            begins = tl.load(cut.cu_seqlens + middle) // BLOCK + middle
-            low = tl.where(begins <= index, middle, low)
-            high = tl.where(begins <= index, high, middle)
-        sequence = low
-        block = index
-        start = tl.load(cut.cu_seqlens + sequence)
-        length = tl.load(cut.cu_seqlens + sequence + 1) - start
-        first = (index - start // BLOCK - sequence) * BLOCK
-    used = length
-    if cut.used is not None:
-        used = tl.load(cut.used + sequence)
-    return Place(sequence, block, first, start, length, used)
-
-
-@triton.jit
-def _pointers(side: Side, at: Place, head, rows, VECTOR: tl.constexpr):
-    """The rows' first elements."""
-    row = (at.start + rows).to(tl.int64) * (side.stride_row * VECTOR)
-    base = side.source + tl.cast(at.sequence, tl.int64) * (side.stride_batch * VECTOR)
-    return base + head * (side.stride_head * VECTOR) + row
-
-
-@triton.jit
-def _rotated(x, pointers, holds, position, cos, sin, SPEC: tl.constexpr):
-    """x with its first 2 * half features turned, rounded to its own dtype."""
-    WIDTH: tl.constexpr = SPEC.width
-    HALF: tl.constexpr = SPEC.half
-    columns = tl.arange(0, WIDTH)
-    if SPEC.interleaved:
-        partner = columns ^ 1
-        angle = columns // 2
-        is_first = columns % 2 == 0
-    else:
-        partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
-        angle = columns % HALF
-        is_first = columns < HALF
-    turns = holds[:, None] & (columns < 2 * HALF)[None, :]
-    other = tl.load(pointers[:, None] + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-    position = tl.minimum(tl.maximum(position, 0), SPEC.positions - 1)
-    table = position.to(tl.int64)[:, None] * HALF + angle[None, :]
-    c = tl.load(cos + table, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
-    return (x.to(tl.float32) * c + tl.where(is_first, -other, other) * s).to(x.dtype)
-
-
-@triton.jit
-def _is_finite(x, RAW: tl.constexpr):
-    """RAW: bytes of float8, which has NaN alone."""
-    if RAW:
-        return (x & 0x7F) != NAN_CODE
-    else:
-        return tl.abs(x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
-def _spoilt(x, RAW: tl.constexpr):
-    """Rows with an element that is not finite."""
-    return tl.max((~_is_finite(x, RAW)).to(tl.int32), 1) > 0
-
-
-@triton.jit
-def _transformed(x, matrix, SPEC: tl.constexpr):
-    if SPEC.hadamard:
-        WIDTH: tl.constexpr = SPEC.width
-        index = tl.arange(0, WIDTH)
-        m = tl.load(matrix + index[:, None] * WIDTH + index[None, :])
-        return tl.dot(x, m, input_precision=SPEC.precision)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _scale(x, side: Side, cut: Cut, at: Place, head, SPEC: tl.constexpr):
-    """The block's scale; written where it is the block's own."""
-    if SPEC.given:
-        return tl.load(side.scales + at.sequence * cut.heads + head)
-    else:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-        scale = tl.where(largest > 0, tl.maximum(largest, SMALLEST) / LARGEST, 1.0)
-        place = tl.cast(at.block, tl.int64)
-        if cut.cu_seqlens is None:
-            place += tl.cast(at.sequence, tl.int64) * cut.heads * cut.blocks
-        place += tl.cast(head, tl.int64) * cut.blocks
-        if SPEC.only_largest:
-            tl.store(side.scales + place, largest)
-        else:
-            tl.store(side.scales + place, scale * side.gain)
-        return scale
-
-
-@triton.jit
-def _code(x, scale, SPEC: tl.constexpr):
-    """x / scale as a byte of float8_e4m3fn: to nearest, ties to even, saturated.
-
-    By integers where there is no instruction for it: GPUs before sm_89 have none, and Triton's
-    interpreter cuts off.
-    """
-    if SPEC.native:
-        return (x * (1.0 / scale)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        y = tl.minimum(tl.abs(x / scale), LARGEST)
-        bits = y.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 codes are multiples of 2^-9; adding 2^23 rounds to an integer.
-        small = (y * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
-        code = tl.where(y < 0.015625, small, normal)
-        return tl.where(x < 0, code | 0x80, code).to(tl.uint8)
-
-
-@triton.jit
-def _code_of_rows(x, spoilt, scale, SPEC: tl.constexpr):
-    """`_code`, NaN in rows that are spoilt."""
-    if SPEC.native:  # a NaN's code is `NAN_CODE`; on words, which are fewer operations than bytes
-        return _code(tl.where(spoilt[:, None], float("nan"), x), scale, SPEC)
-    else:
-        return tl.where(spoilt[:, None], NAN_CODE, _code(x, scale, SPEC)).to(tl.uint8)
-
-
-@triton.jit
-def _store_rows(
-    codes, side: Side, cut: Cut, at: Place, head, rows, DIM: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    columns = tl.arange(0, WIDTH)
-    row = (at.start + rows).to(tl.int64)
-    if cut.cu_seqlens is None:
-        row += tl.cast(at.sequence, tl.int64) * cut.length
-    pointers = side.codes + (row * cut.heads + head)[:, None] * DIM + columns[None, :]
-    inside = (rows < at.length)[:, None] & (columns < DIM)[None, :]
-    tl.store(pointers, codes, mask=inside)
-
-
-@triton.jit
-def _rows(side: Side, at: Place, head, rows, shift, cos, sin, matrix, SPEC: tl.constexpr):
-    """Rows of q or k as they are to be quantised (0 where spoilt), and which are spoilt."""
-    WIDTH: tl.constexpr = SPEC.width
-    columns = tl.arange(0, WIDTH)
-    holds = rows < at.used
-    pointers = _pointers(side, at, head, rows, SPEC.vector)
-    inside = holds[:, None] & (columns < SPEC.dim)[None, :]
-    x = tl.load(pointers[:, None] + columns[None, :], mask=inside, other=0)
-    if SPEC.half > 0:
-        x = _rotated(x, pointers, holds, rows + shift, cos, sin, SPEC)
-    spoilt = _spoilt(x, SPEC.raw)
-    if not SPEC.raw:
-        x = tl.where(spoilt[:, None], 0.0, x).to(x.dtype)
-        x = _transformed(x, matrix, SPEC)
-    return x, spoilt
-
-
-@triton.jit
-def _quantise_queries(
-    index, head, q: Side, cut: Cut, keys: Cut, cos, sin, matrix, SPEC: tl.constexpr
-):  # fmt: skip
-    at = _place(index, cut, BLOCK_Q)
-    rows = at.first + tl.arange(0, BLOCK_Q)
-    seqlen_k = keys.length
-    if keys.used is not None:
-        seqlen_k = tl.load(keys.used + at.sequence)
-    elif keys.cu_seqlens is not None:
-        seqlen_k = tl.load(keys.cu_seqlens + at.sequence + 1)
-        seqlen_k -= tl.load(keys.cu_seqlens + at.sequence)
-    x, spoilt = _rows(q, at, head, rows, seqlen_k - at.length, cos, sin, matrix, SPEC)
-    scale = _scale(x, q, cut, at, head, SPEC)
-    if not SPEC.only_largest:
-        codes = _code_of_rows(x, spoilt, scale, SPEC)
-        _store_rows(codes, q, cut, at, head, rows, SPEC.dim, SPEC.width)
-
-
-@triton.jit
-def _store_columns(codes, v: Side, cut: Cut, at: Place, head, SPEC: tl.constexpr):
-    """V's codes (BLOCK_K, D_v) transposed."""
-    WIDTH: tl.constexpr = SPEC.width_v
-    dims = tl.arange(0, WIDTH)
-    width = tl.cast(cut.blocks, tl.int64) * BLOCK_K
-    row = tl.cast(head, tl.int64)
-    if cut.cu_seqlens is None:
-        row += tl.cast(at.sequence, tl.int64) * cut.heads
-    column = tl.cast(at.block, tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    pointers = v.codes + (row * SPEC.dim_v + dims)[:, None] * width + column[None, :]
-    tl.store(pointers, tl.trans(codes), mask=(dims < SPEC.dim_v)[:, None])
-
-
-@triton.jit
-def _quantise_keys(index, head, k: Side, v: Side, cut: Cut, cos, sin, matrix, SPEC: tl.constexpr):
-    at = _place(index, cut, BLOCK_K)
-    column = tl.arange(0, BLOCK_K)
-    c = column % 16  # 4t + 2a + c holds key 8a + 2t + c
-    rows = at.first + column - c + (c // 2) % 2 * 8 + c // 4 * 2 + c % 2
-    WIDTH: tl.constexpr = SPEC.width_v
-    dims = tl.arange(0, WIDTH)
-    inside = (rows < at.used)[:, None] & (dims < SPEC.dim_v)[None, :]
-    pointers = _pointers(v, at, head, rows, SPEC.vector)
-    values = tl.load(pointers[:, None] + dims[None, :], mask=inside, other=0)
-    spoilt = _spoilt(values, SPEC.raw)
-    values = tl.where(_is_finite(values, SPEC.raw), values, 0)
-    if not SPEC.raw:
-        values = values.to(tl.float32)
-        values = _code(values, _scale(values, v, cut, at, head, SPEC), SPEC)
-    if not SPEC.only_largest:
-        _store_columns(values.to(tl.uint8), v, cut, at, head, SPEC)
-
-    x, spoilt_k = _rows(k, at, head, rows, 0, cos, sin, matrix, SPEC)
-    spoilt |= spoilt_k
-    if SPEC.raw:
-        x = tl.where(spoilt[:, None], NAN_CODE, x).to(tl.uint8)
-    else:
-        x = _code_of_rows(x, spoilt, _scale(x, k, cut, at, head, SPEC), SPEC)
-    if not SPEC.only_largest:
-        _store_rows(x, k, cut, at, head, rows, SPEC.dim, SPEC.width)
-
 
 _NUMBERS = (
     "num_queries batch seqlen_q seqlen_k blocks_q blocks_k num_heads num_kv_heads stride_qb "
@@ -348,13 +70,13 @@ def quantise_portable(
     program = tl.program_id(0)
     if program < num_queries:
         side = Side(q, stride_qb, stride_qs, stride_qh, q_codes, q_scales, gain)
-        _quantise_queries(program // num_heads, program % num_heads, side, queries, keys, cos, sin,
+        quantise_queries(program // num_heads, program % num_heads, side, queries, keys, cos, sin,
                           matrix, SPEC)  # fmt: skip
     else:
         program -= num_queries
         k_side = Side(k, stride_kb, stride_ks, stride_kh, k_codes, k_scales, gain)
         v_side = Side(v, stride_vb, stride_vs, stride_vh, v_codes, v_scales, 1.0)
-        _quantise_keys(program // num_kv_heads, program % num_kv_heads, k_side, v_side, keys, cos,
+        quantise_keys(program // num_kv_heads, program % num_kv_heads, k_side, v_side, keys, cos,
                        sin, matrix, SPEC)  # fmt: skip
 
 
@@ -461,7 +183,7 @@ def _run(
     spec = Spec(
         dim=dim,
         dim_v=dim_v,
-        width=max(16, triton.next_power_of_2(dim)),
+        width=max(64, triton.next_power_of_2(dim)),  # a quarter is what `tl.dot` takes
         width_v=max(16, triton.next_power_of_2(dim_v)),
         half=0 if s.rotary_cos is None else s.rotary_cos.shape[1],
         positions=0 if s.rotary_cos is None else s.rotary_cos.shape[0],
@@ -474,7 +196,7 @@ def _run(
         native=_converts(s.q.device),
         vector=16 // s.q.element_size() if are_aligned(s.q, s.k, s.v) else 1,
     )
-    matrix = transform(dim, spec.width, s.q.dtype, s.q.device) if how.hadamard else None
+    matrix = _matrix(dim, spec.width, s.q.dtype, s.q.device) if how.hadamard else None
     packed = s.cu_seqlens_q is not None
     strides = [n // spec.vector for x in (s.q, s.k, s.v) for n in strides_of(x, packed)]
     # Bytes: not every GPU's Triton knows float8.
@@ -487,6 +209,13 @@ def _run(
             s.k.shape[-3], n.blocks_q, n.blocks_k, s.q.shape[-2], s.k.shape[-2], *strides, spec,
             num_warps=_num_warps(spec),
         )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _matrix(dim: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(4, width, width / 4): the transform's columns 0, 4, ..., then 1, 5, ... and so on."""
+    parts = transform(dim, width, dtype, device).unflatten(1, (-1, 4))
+    return parts.permute(2, 0, 1).contiguous()
 
 
 def _num_warps(spec: Spec) -> int:
