@@ -13,6 +13,7 @@ Usage: python benchmarks/fp8_error.py [--seqlen 1024,8192,...] [--rows 512] [--h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,10 +111,8 @@ def fa3_float8(case: Case) -> torch.Tensor:
 
 
 def _tried(found: dict, name: str, case: Case, call: Callable[[Case], torch.Tensor]) -> None:
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         found[name] = case.error(call(case))
-    except ModuleNotFoundError:
-        pass
 
 
 def measured(seqlen: int, rows: int, heads: int) -> dict:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import sys
 
+import torch
+
 from tests import gluon_model
-from tests.hopper_forward_model import (  # noqa: F401  (takes Triton's place when imported)
+from tests.hopper_forward_model import (  # takes Triton's place
     Array,
     Deadlock,
     NamedBarriers,
@@ -18,8 +20,6 @@ from tests.hopper_forward_model import (  # noqa: F401  (takes Triton's place wh
     _cta,
     gl,
 )
-
-import torch  # noqa: E402
 
 
 def _greater(a, b):

@@ -26,6 +26,8 @@ CASES = [
     [128, "causal", {}],
     [128, "packed", {}],
     [128, "window", {}],
+    [256, "full", {}],
+    [256, "causal", {}],
 ]
 FLOAT8 = torch.float8_e4m3fn
 PROBLEM = Problem(
@@ -43,10 +45,9 @@ def test_it_fits_and_no_products_wait_for_each_other():
         assert used["shared_bytes"] <= SHARED_BYTES, used
         assert used["qgmma"] > 0 and used["tma_loads"] > 0, used
         assert used["warnings"] == [], used  # C7510: wgmma is serialised
-        if used["dim"] == 64:
-            assert used["spill_bytes"] == 0, used
         if used["features"] in ("full", "causal"):
-            assert used["spill_bytes"] <= 48, used
+            # D = 256: O alone takes half of the registers.
+            assert used["spill_bytes"] <= {64: 0, 128: 48, 256: 200}[used["dim"]], used
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,12 @@ def _hold(call) -> None:
 
 @needs_hopper
 @pytest.mark.usefixtures("as_hopper")
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("name", list(problems.DENSE_FEATURES))
+@pytest.mark.parametrize(
+    ("dim", "name"),
+    [(128, name) for name in problems.DENSE_FEATURES]
+    + [(dim, name) for dim in (64, 256) for name in ("plain", "window_causal", "alibi_batch")]
+    + [(80, "softcap"), (80, "causal"), (256, "softcap")],
+)
 def test_dense(dim, name):
     q, k, v = _on_gpu(dim=dim, seqlen_q=333, seqlen_k=450)
     given = problems.features(name, torch.Generator().manual_seed(0))

@@ -26,6 +26,8 @@ class FP8Config:
         two_level: whether P V of a tile is summed from zero and added in float32; else the
             tensor cores add to the accumulator themselves, with fewer bits.
         registers: of a consumer thread.
+        serial: whether P V and the next S wait for each other, which saves registers.
+        parts: in which P V is summed, D_v / parts at a time; serial only.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -43,14 +45,14 @@ class FP8Config:
     serial: bool = False
     parts: int = 1
     l2_bytes: int = L2_BUDGET_BYTES
-    lazy: bool = False
-    q_in_registers: bool = False
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; allowed: 2 or 3")
         if self.block_n not in (64, BLOCK_K):
             raise ValueError(f"block_n: got {self.block_n}; allowed: 64 or {BLOCK_K}")
+        if self.parts > 1 and not self.serial:
+            raise ValueError(f"parts: got {self.parts}; allowed: 1, or more with serial")
         if self.block_m - WARPGROUP_ROWS > self.block_n:
             raise ValueError(
                 f"block_n: got {self.block_n} for {self.warpgroups} warpgroups; a warpgroup "
@@ -69,14 +71,21 @@ class FP8Config:
 def choose_fp8(problem: Problem) -> FP8Config:
     """The float8 forward's config for a problem: a pure function, no device is asked."""
     width = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    return _CONFIGS[width]
+    return _CONFIGS[width, problem.mask.right >= 0]
 
 
-# Compiled without spills in the loop; not yet timed.
+_SERIAL = FP8Config(
+    3, 128, 2, 2, turns=True, late=False, two_level=True, registers=160, serial=True
+)
+_USUAL = FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240)
+_TALL = FP8Config(
+    2, 128, 2, 1, turns=False, late=False, two_level=True, registers=240, serial=True, parts=2
+)
 _CONFIGS = {
-    64: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
-    256: FP8Config(
-        2, 128, 2, 1, turns=True, late=False, two_level=True, registers=240, serial=True, parts=2
-    ),
-    128: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
+    (64, False): _SERIAL,
+    (64, True): _SERIAL,
+    (128, False): _USUAL,
+    (128, True): _USUAL,
+    (256, False): _TALL,
+    (256, True): _TALL,
 }
