@@ -51,7 +51,7 @@ CANDIDATES = {
         "two, late, free": _TWO(turns=False, late=True),
         "two, one level": _TWO(turns=True, two_level=False),
         "two, serial, free": _TWO(turns=False, serial=True),
-        "three, serial, free": _THREE(turns=False, serial=True),
+        "two, serial": _TWO(turns=True, serial=True),
     },
     256: {
         "two parts": _TALL(turns=True, parts=2),

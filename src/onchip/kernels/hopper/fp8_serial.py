@@ -82,16 +82,39 @@ def _part(p, acc, v, PART: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def _operands(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """P, V tile `count`, and what O is to be multiplied by before."""
+    PART: gl.constexpr = walk.acc[0].type.layout
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PART, 4)
+    factor = gl.convert_layout(walk.factor, gl.SliceLayout(1, PART))[:, None]
+    v = plane(at.v.index(count % C.stages), C.width_v, C.block_n)
+    return operand(walk.p, P_LAYOUT), v, factor
+
+
+@gluon.jit
+def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """P V of V tile `count` as a whole; with one level O is in it."""
+    p, v, factor = _operands(walk, count, at, C)
+    acc = walk.acc[0]
+    if not C.two_level:
+        acc = acc * factor
+    return warpgroup_mma_wait(0, deps=[_part(p, acc, v, 0, C)]), factor
+
+
+@gluon.jit
+def _whole(walk: Walk, product, factor, C: gl.constexpr):
+    """O with a `_product`."""
+    if C.two_level:
+        return (walk.acc[0] * factor + product,)
+    else:
+        return (product,)
+
+
+@gluon.jit
 def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
     """O in its parts, with P V of V tile `count`."""
     PARTS: gl.constexpr = C.parts
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc[0].type.layout)
-    slot = count % C.stages
-    factor = gl.convert_layout(walk.factor, ROWS)[:, None]
-    mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
-    v = plane(at.v.index(slot), C.width_v, C.block_n)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc[0].type.layout, 4)
-    p = operand(walk.p, P_LAYOUT)
+    p, v, factor = _operands(walk, count, at, C)
     acc = ()
     for i in gl.static_range(PARTS):
         if C.two_level:
@@ -112,26 +135,40 @@ def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
 
 
 @gluon.jit
+def _scores(i, count, at: Shared, C: gl.constexpr):
+    """Issues S = Q K^T of Q's buffer `i` and K tile `count`."""
+    BN: gl.constexpr = C.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    q = plane(at.q.index(i), 64, C.width)
+    k = plane(at.k.index(count % C.stages), C.block_n, C.width)
+    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _step(
     i, walk: Walk, count, key, view: View, terms: Terms, factors, scales: Scales,
     at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further."""
-    BN: gl.constexpr = C.block_n
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    slot = (count + 1) % C.stages
     scale, unit_v = scales_at(key, factors, scales)
     terms = under(terms, scale)
     unit = unit_of(terms, C)
+    # Together: the compiler puts a barrier before a wait that was waited for before.
+    mbarrier.wait(at.k_full.index((count + 1) % C.stages), ((count + 1) // C.stages) & 1)
+    mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
     wait_for_turn(W, C)
-    acc = _summed(walk, count, at, C)
-    release(count, 1, C)
-    mbarrier.wait(at.k_full.index(slot), ((count + 1) // C.stages) & 1)
-    q = plane(at.q.index(i), 64, C.width)
-    k = plane(at.k.index(slot), C.block_n, C.width)
-    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    pass_turn((W + 1) % C.warpgroups, C)
+    if C.parts == 1:
+        product, factor = _product(walk, count, at, C)
+        release(count, 1, C)
+        s = _scores(i, count + 1, at, C)
+        pass_turn((W + 1) % C.warpgroups, C)
+        acc = _whole(walk, product, factor, C)  # under S
+    else:
+        acc = _summed(walk, count, at, C)
+        release(count, 1, C)
+        s = _scores(i, count + 1, at, C)
+        pass_turn((W + 1) % C.warpgroups, C)
     s = warpgroup_mma_wait(0, deps=[s])
     release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
@@ -234,6 +271,7 @@ def fp8_serial_consumer(
 
         # The last P V of this tile, then the first S = Q K^T of the next, under which O leaves.
         mbarrier.arrive(at.q_empty.index(i), count=1)
+        mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
         acc = _summed(walk, count, at, C)
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
