@@ -50,6 +50,6 @@ def test_the_backward():
 
 
 def test_float8():
-    cases = [[dim, name, {}] for dim in (64, 128) for name in ("full", "causal")]
+    cases = [[dim, name, {}] for dim in DIMS for name in ("full", "causal")]
     for used in _compiled("hopper_fp8_compiles.py", cases):
         assert used["qgmma"] > 0, used
