@@ -65,6 +65,24 @@ BLOCK_K = gl.constexpr(fp8_layout.BLOCK_K)
 SHIFT = gl.constexpr(float(fp8_layout.P_SHIFT))
 
 
+@gluon.jit
+def slot_of(count, C: gl.constexpr):
+    """Where K/V tile number `count` lies; a division by a power of two costs signs, bits do not."""
+    if C.stages == 2:
+        return count & 1
+    else:
+        return count % C.stages
+
+
+@gluon.jit
+def phase_of(count, C: gl.constexpr):
+    """The phase of its barriers."""
+    if C.stages == 2:
+        return (count >> 1) & 1
+    else:
+        return (count // C.stages) & 1
+
+
 class Scales(NamedTuple):
     """Scales of blocks (B, H or H_kv, N): pointers and strides."""
 
@@ -129,8 +147,8 @@ def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once that is there."""
     BN: gl.constexpr = C.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    slot = count % C.stages
-    mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
+    slot = slot_of(count, C)
+    mbarrier.wait(at.k_full.index(slot), phase_of(count, C), pred=more)
     wait_for_turn(W, C)
     q = plane(at.q.index(i), 64, C.width)
     k = plane(at.k.index(slot), C.block_n, C.width)
@@ -141,8 +159,8 @@ def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
     """Issues P V of V tile `count`, once it is there: from zero, or on top of O."""
-    slot = count % C.stages
-    mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
+    slot = slot_of(count, C)
+    mbarrier.wait(at.v_full.index(slot), phase_of(count, C))
     v = plane(at.v.index(slot), C.width_v, C.block_n).permute((1, 0))
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc.type.layout, 4)
     p = operand(walk.p, P_LAYOUT)

@@ -23,7 +23,9 @@ from onchip.kernels.hopper.fp8_consumer import (
     open_tile,
     operand,
     packed,
+    phase_of,
     scales_at,
+    slot_of,
     under,
 )
 from onchip.kernels.hopper.gluon_names import (
@@ -87,7 +89,7 @@ def _operands(walk: Walk, count, at: Shared, C: gl.constexpr):
     PART: gl.constexpr = walk.acc[0].type.layout
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PART, 4)
     factor = gl.convert_layout(walk.factor, gl.SliceLayout(1, PART))[:, None]
-    v = plane(at.v.index(count % C.stages), C.width_v, C.block_n)
+    v = plane(at.v.index(slot_of(count, C)), C.width_v, C.block_n)
     return operand(walk.p, P_LAYOUT), v, factor
 
 
@@ -140,7 +142,7 @@ def _scores(i, count, at: Shared, C: gl.constexpr):
     BN: gl.constexpr = C.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     q = plane(at.q.index(i), 64, C.width)
-    k = plane(at.k.index(count % C.stages), C.block_n, C.width)
+    k = plane(at.k.index(slot_of(count, C)), C.block_n, C.width)
     zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -155,8 +157,8 @@ def _step(
     terms = under(terms, scale)
     unit = unit_of(terms, C)
     # Together: the compiler puts a barrier before a wait that was waited for before.
-    mbarrier.wait(at.k_full.index((count + 1) % C.stages), ((count + 1) // C.stages) & 1)
-    mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
+    mbarrier.wait(at.k_full.index(slot_of(count + 1, C)), phase_of(count + 1, C))
+    mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
     wait_for_turn(W, C)
     if C.parts == 1:
         product, factor = _product(walk, count, at, C)
@@ -271,7 +273,7 @@ def fp8_serial_consumer(
 
         # The last P V of this tile, then the first S = Q K^T of the next, under which O leaves.
         mbarrier.arrive(at.q_empty.index(i), count=1)
-        mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
+        mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
         acc = _summed(walk, count, at, C)
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
