@@ -9,7 +9,9 @@ import torch
 
 import onchip
 from onchip.compat import flash_attn_3 as fa3
+from onchip.kernels import fp8_emulated
 from onchip.kernels.common import apply_rotary
+from onchip.kernels.fp8_emulated import Accumulation, by_tensor_core
 from onchip.kernels.fp8_layout import (
     BLOCK_K,
     LARGEST,
@@ -18,6 +20,7 @@ from onchip.kernels.fp8_layout import (
     transform,
     transform_gain,
 )
+from onchip.problem import Op, Params, Problem, Tensors
 from tests import fp8_cases, problems, user_mods
 from tests.fp8_cases import inputs, meant, oracle, relative
 
@@ -39,6 +42,42 @@ def test_the_transform_spreads_an_outlier():
     row[3] = 50.0
     spread = row @ transform(128, 128, torch.float64, row.device) * transform_gain(128, True)
     torch.testing.assert_close(spread.abs(), torch.full_like(row, 50 / 128**0.5))
+
+
+@pytest.mark.parametrize(("small", "kept"), [(1.0, 0.0), (2.0, 2.0), (3.0, 2.0)])
+def test_tensor_cores_cut_off_13_bits_below_the_largest(small, kept):
+    x, y = torch.zeros(1, 64), torch.ones(64, 1)
+    x[0, 0] = y[0, 0] = 128.0
+    x[0, 7] = small
+    assert by_tensor_core(None, x, y).item() == 2.0**14 + kept
+    x[0, 40] = small  # the second step, where the largest is in the accumulator
+    assert by_tensor_core(None, x, y).item() == 2.0**14 + 2 * kept
+    x[0, 7], x[0, 40] = -small, 0.0
+    assert by_tensor_core(None, x, y).item() == 2.0**14 - kept  # towards 0
+
+
+def test_sums_of_tensor_cores_are_cut_off_too():
+    x, y = torch.zeros(1, 32), torch.ones(32, 1)
+    x[0, :3] = torch.tensor([1.0, 1.0, 2.0**-3]) * 1.125  # 2.390625 has 8 bits: exact
+    assert by_tensor_core(None, x, y).item() == 2.390625
+    x[0, 1:] = 2.0**-6 * 1.125  # whose lowest bit is 2^-9: the sum's lies 10 below 1
+    assert by_tensor_core(None, x, y).item() == 1.125 + 31 * 2.0**-6 * 1.125
+    assert by_tensor_core(torch.full((1, 1), 2.0**4), x, y).item() == 2.0**4 + 1.669921875
+
+
+@pytest.mark.parametrize("way", list(Accumulation))
+def test_two_levels_lose_little(way):
+    """Values of mean 1 over 2048 keys: only the accumulator of all tiles loses much."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=g) for n in (8, 2048, 2048))
+    x = onchip.quantize_qkv(q, k, v + 1)
+    tensors = Tensors(x.q, x.k, x.v, scales=(x.q_scale, x.k_scale, x.v_scale))
+    params = Params(8, 2048, -1, -1, 0.125, 0.0, False, 0, "", out_dtype="float32")
+    out, lse = fp8_emulated.launch(Problem.of(Op.FORWARD, tensors, params), tensors, way)
+    want, want_lse = oracle(q, k, v + 1)
+    error = relative(out, want)
+    assert (error > 1e-2) == (way is Accumulation.TENSOR_CORE), error
+    assert (lse - want_lse).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("scale", ["block", "head", "tensor"])

@@ -209,7 +209,7 @@ def _scores(
     """(B, H_kv, G * R, K) logits of base 2, -inf where hidden."""
     keys = slice(block * BLOCK_K, (block + 1) * BLOCK_K)
     k = x.k[:, :, keys].transpose(2, 3)
-    s = q @ k if accumulation is Accumulation.FLOAT32 else _by_tensor_core(None, q, k)
+    s = q @ k if accumulation is Accumulation.FLOAT32 else by_tensor_core(None, q, k)
     s = s * (factor * x.k_scale[:, :, block, None, None])
     if problem.softcap > 0:
         s = problem.softcap * (s / problem.softcap).tanh()
@@ -245,14 +245,20 @@ def _added(
     if accumulation is Accumulation.FLOAT32:
         acc = acc + rounded @ v
     elif accumulation is Accumulation.TWO_LEVEL:
-        acc = acc + _by_tensor_core(None, rounded, v)
+        acc = acc + by_tensor_core(None, rounded, v)
     else:
-        acc = _by_tensor_core(acc, rounded, v)
+        acc = by_tensor_core(acc, rounded, v)
     return _Sums(acc, unit, sums.total * shrink + p.sum(-1, keepdim=True), top)
 
 
-def _by_tensor_core(acc: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-    """acc (0 if None) + x y as Hopper's tensor cores sum float8."""
+def by_tensor_core(acc: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """acc (0 if None) + x y as Hopper's tensor cores sum float8.
+
+    Args:
+        acc: (..., R, C) or None.
+        x: (..., R, K), K a multiple of 32.
+        y: (..., K, C).
+    """
     for start in range(0, x.shape[-1], _STEP):
         step = slice(start, start + _STEP)
         left, right = x[..., step, None], y[..., step, :].unsqueeze(-3)
