@@ -1,13 +1,14 @@
 """The Hopper float8 forward, for sm_90a: `forward.py`'s design with 8-bit wgmma.
 
 Method and who waits for whom: `forward.py`; arithmetic: `onchip.kernels.fp8_emulated`, whose
-results these are; what differs for a consumer: `fp8_consumer.py`.
+results these are; what differs for a consumer: `fp8_consumer.py` and, where P V and S do not run
+under each other, `fp8_serial.py`.
 
 Memory: q, k (B, S, H, D) or (T, H, D) float8; v (B, H_kv, D_v, columns) or (H_kv, D_v, columns);
 scales (B, H or H_kv, blocks); out as q with D_v in 16 bits; lse (B, H, S_q) or (H, T_q). Shared
-memory in bytes: q_buffers x BM x D, stages x BN x (D + D_v), and BM x D_v x 2 for O.
+memory in bytes: q_buffers x BM x D, stages x BN x (D + D_v), and BM x D_v x 2 / parts for O.
 
-It does not do: pages, D over 128, float32 output.
+It does not do: pages, D over 256, float32 output.
 
 Legend: B batch, S sequence length, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, BM / BN rows (queries) and columns (keys) of a tile, n sizes, C code.
