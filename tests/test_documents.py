@@ -42,7 +42,7 @@ def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
         target = (page.parent / link).resolve()
         if target.parent == DOCS / "figures":
-            assert target.stem in figures.FIGURES, link
+            assert target.stem in figures.FIGURES or target.exists(), link
         elif target != DOCS / "lab.html":
             assert target.exists(), link
 
