@@ -31,10 +31,13 @@ TOKENS, WIDTH = 16384, 2048
 START = time.monotonic()
 CONFIGS = {
     "chosen": None,
-    "from -LSE": BackwardConfig(starts_at_lse=True),
-    "from -D": BackwardConfig(starts_at_delta=True),
+    "chain": BackwardConfig(),
+    "chain, 3 P": BackwardConfig(p_buffers=3),
+    "chain from -LSE": BackwardConfig(starts_at_lse=True),
     "apart": BackwardConfig(block_n=64, apart=True),
-    "3 stages": BackwardConfig(stages=3),
+    "pair": BackwardConfig(pair=True),
+    "pair, 3 stages": BackwardConfig(pair=True, stages=3, starts_at_lse=True, ds_buffers=3),
+    "whole": BackwardConfig(pair=True, whole=True, stages=3, starts_at_lse=True),
 }
 
 
@@ -98,6 +101,10 @@ def tflops_of(calls: dict[str, Callable], flops: float, rounds: int) -> dict[str
     return {name: round(flops / sorted(t)[len(t) // 2] / 1e9) for name, t in times.items()}
 
 
+def can_take(config: BackwardConfig, dim: int) -> bool:
+    return dim <= 64 if config.pair else dim <= 128
+
+
 def of(config: BackwardConfig | None, posed) -> Callable[[], object]:
     return lambda: backward.launch_with(config, *posed)
 
@@ -109,7 +116,7 @@ def cell(dim: int, length: int, causal: bool, rounds: int) -> dict:
         "cudnn": cudnn(tensors, saved, causal),
         "portable": lambda: portable.launch(problem, tensors, saved),
     }
-    calls |= {n: of(c, posed) for n, c in CONFIGS.items() if c is None or dim < 256}
+    calls |= {n: of(c, posed) for n, c in CONFIGS.items() if c is None or can_take(c, dim)}
     flops = 10 * TOKENS * length * WIDTH * (0.5 if causal else 1)
     return {"dim": dim, "length": length, "causal": causal} | tflops_of(calls, flops, rounds)
 

@@ -9,6 +9,7 @@ buffer that is handed back too early gives wrong numbers, and a forgotten arriva
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import types
@@ -49,7 +50,8 @@ class Memory:
 
     def _reinterpret(self, dtype, shape, layout):
         assert self.data.is_contiguous()
-        return Memory(self.data.view(tuple(shape)))
+        flat = self.data.view(-1).view(dtype)
+        return Memory(flat[: math.prod(shape)].view(tuple(shape)))
 
     def load(self, layout):
         return self.data.clone()
@@ -154,23 +156,21 @@ class Descriptor:
         if len(place) < 5:
             return self.x, [int(p) for p in place]
         zero, batch, row, head, column = map(int, place)
-        assert column == 0
         if self.x.dim() == 4:
             assert zero == 0
             rows = self.x[batch, :, head]
-            return rows, [row, 0]
+            return rows, [row, column]
         assert zero == 1 << 30
         end = batch
         # The row is 2^30 - length + its place in the sequence, which ends before `end`.
-        return (self.x[:, head], end), [row - (1 << 30) + end, 0]
+        return (self.x[:, head], end), [row - (1 << 30) + end, column]
 
     def read(self, place):
         rows, first = self._span(place)
         if isinstance(rows, tuple):
             data, end = rows
-            rows, start = data[:end], first[0]
-        else:
-            start = first[0]
+            rows = data[:end]
+        start = first[0]
         if rows.dim() == 1:
             return rows[start : start + self.box[0]]
         height, width = (self.box[2], self.box[4]) if len(self.box) == 5 else self.box
@@ -376,7 +376,7 @@ def install() -> SimpleNamespace:
         MBarrierLayout=lambda: "barriers",
         init=lambda bar, count: bar.init(count),
         expect=lambda bar, size: bar.expect(int(size)),
-        arrive=lambda bar, count=1: bar.arrive(count),
+        arrive=lambda bar, count=1, pred=True: bar.arrive(count) if pred else None,
         wait=lambda bar, parity, pred=True: bar.wait(int(parity)) if pred else None,
     )
     tma = SimpleNamespace(

@@ -17,6 +17,7 @@ from onchip.kernels.hopper import (  # noqa: E402
     backward_arguments,
     backward_kernels,
     backward_keys,
+    backward_sums,
 )
 from onchip.kernels.hopper.backward_config import (  # noqa: E402
     BackwardConfig,
@@ -27,7 +28,7 @@ from onchip.problem import Op  # noqa: E402
 from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
 
-backward_keys.tma_reduce_add = gluon_model.reduce_add
+backward_keys.tma_reduce_add = backward_sums.tma_reduce_add = gluon_model.reduce_add
 
 
 def _described(x, rows):
@@ -77,7 +78,7 @@ def gradients(config, problem, tensors, saved):
     cu_seqlens = [None if x is None else gluon_model.Pointer(x) for x in lengths]
     numbers = backward_arguments.numbers_of(problem)
     spec = backward_arguments.spec_of(config, problem, "keys")
-    dq_sum = torch.zeros(stats.numel(), spec.dim)
+    dq_sum = torch.full((stats.numel(), spec.dim), math.nan if spec.whole else 0.0)
     run, counters = gluon_model.launch, None
     if spec.ordered:
         counters = gluon_model.Pointer(torch.zeros(stats.numel() // 64, dtype=torch.int64))
@@ -85,8 +86,11 @@ def gradients(config, problem, tensors, saved):
     sources = [_described(x, 64) for x in (q, k, v, dout)]
     lines = [gluon_model.Descriptor(x.view(-1), [64]) for x in (stats, delta)]
     summed = None if config.apart else gluon_model.Descriptor(dq_sum, [64, 64])
-    programs = -(-problem.seqlen_k // spec.block_n) * problem.batch * problem.num_kv_heads
-    run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed,
+    programs = problem.batch * problem.num_kv_heads
+    if not spec.whole:
+        programs *= -(-problem.seqlen_k // spec.block_n)
+    out = _described(dq, 64) if spec.whole else None
+    run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
         _described(dk, 64), _described(dv, 64), counters, *cu_seqlens, *numbers, spec)  # fmt: skip
     if config.apart:
         spec = backward_arguments.spec_of(config, problem, "queries")
@@ -94,6 +98,8 @@ def gradients(config, problem, tensors, saved):
         pointers = [gluon_model.Pointer(x) for x in (stats, delta)]
         run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
+        return dq, dk, dv
+    if spec.whole:
         return dq, dk, dv
     total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
     if not zeros:

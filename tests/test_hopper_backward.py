@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from onchip import dispatch
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
-from onchip.problem import Op, Problem
+from onchip.problem import Layout, Mask, Op, Problem
 from tests import compile_only
 from tests.portable_cases import Case, build
 
@@ -29,6 +29,7 @@ COMPILED = [
     {"dim": 64, "packed": True, "window": [1023, 0], "deterministic": True},
     {"dim": 128, "causal": True, "deterministic": True},
     {"dim": 128, "packed": True, "softcap": 30.0},
+    {"dim": 64, "batch": 16, "seqlen": 1024, "causal": True},
 ]
 
 
@@ -85,6 +86,7 @@ MODELLED = {
     },
 }  # fmt: skip
 STARTS = {"starts_at_lse": True, "starts_at_delta": True}
+WHOLE = {"pair": True, "whole": True, "stages": 3, "starts_at_lse": True}
 
 
 def modelled(cases: list[dict]) -> list[str]:
@@ -107,7 +109,9 @@ SOME = ("causal", "window", "packed_causal")
         ({"dim": 128, "dim_v": 64}, ("tails", "packed_window")),
         ({"dim": 192, "dim_v": 128}, SOME),
         ({"dim": 64, "dim_v": 72, "deterministic": True}, SOME),
-        ({"dim": 64, "dim_v": 64, "config": STARTS}, ("causal", "low_lse")),
+        ({"dim": 128, "dim_v": 128, "config": STARTS}, ("causal", "low_lse")),
+        ({"dim": 64, "dim_v": 64, "deterministic": True}, SOME),
+        ({"dim": 64, "dim_v": 64, "config": WHOLE}, ("full", "tails", "causal", "softcap")),
     ],
     ids=str,
 )
@@ -126,13 +130,12 @@ def _problem(**changes) -> Problem:
     return replace(problem, op=Op.BACKWARD, device="cuda", arch="sm_90", **changes)
 
 
-def test_it_runs_only_when_named():
-    assert dispatch.choose(_problem()).name == "portable"
-    (reason,) = dispatch.rejections(_problem())["hopper"]
-    assert reason.startswith("runs only when named (kernel='hopper'): has not run on a GPU")
-    assert dispatch.choose(_problem(), "hopper").name == "hopper"
-    assert "hopper: runs only when named" in str(dispatch.explain(_problem()))
-    assert dispatch.explain(_problem(), "hopper").chosen == "hopper"
+def test_it_is_the_choice_on_hopper():
+    assert dispatch.choose(_problem()).name == "hopper"
+    assert dispatch.choose(_problem(), "portable").name == "portable"
+    explained = dispatch.explain(_problem()).on("H200")
+    assert explained.chosen == "hopper" and explained.skipped == ["portable"]
+    assert "block_n=128" in str(explained)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +159,31 @@ def test_what_it_rejects(changes, reason):
 
 def test_configs_are_chosen_by_head_dimension():
     assert [padded(d) for d in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 256, 256]
+    assert choose_backward(_problem()).pair
     assert not choose_backward(_problem(head_dim=128, head_dim_v=64)).apart
+    assert not choose_backward(_problem(head_dim=64, head_dim_v=128)).pair
     assert choose_backward(_problem(head_dim=192, head_dim_v=128)).apart
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({}, True),
+        ({"seqlen_q": 960}, True),
+        ({"seqlen_q": 1000}, False),
+        ({"mask": Mask()}, False),
+        ({"mask": Mask(left=100, right=0)}, False),
+        ({"seqlen_q": 2048, "seqlen_k": 2048}, False),
+        ({"batch": 5}, False),
+        ({"layout_q": Layout.PACKED, "layout_k": Layout.PACKED}, False),
+        ({"head_dim": 128, "head_dim_v": 128}, False),
+    ],
+    ids=str,
+)
+def test_one_cta_owns_all_keys_where_heads_fill_the_gpu(changes, whole):
+    sizes = {"batch": 16, "num_heads": 32, "num_kv_heads": 32, "seqlen_q": 1024, "seqlen_k": 1024}
+    problem = _problem(**{**sizes, "mask": Mask(right=0), **changes})
+    assert choose_backward(problem).whole == whole
 
 
 @pytest.mark.parametrize(
@@ -166,7 +192,8 @@ def test_configs_are_chosen_by_head_dimension():
         ({"block_m": 128}, "block_m: got 128"),
         ({"block_n": 64}, "block_n: got 64"),
         ({"stages": 1}, "stages: got 1"),
-        ({"apart": True, "block_n": 64, "starts_at_lse": True}, "starts_at_lse: got True"),
+        ({"apart": True, "block_n": 64, "starts_at_lse": True}, "apart: got True"),
+        ({"whole": True}, "whole: got True"),
     ],
 )
 def test_a_config_says_what_is_wrong_with_it(changes, message):

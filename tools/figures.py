@@ -176,6 +176,33 @@ def published() -> str:
     return _plotted(lambda path: report.draw_times(points, path))
 
 
+_WAYS = {"onchip": ("tab:blue", "-"), "eager float32": ("tab:orange", "--")}
+
+
+def training() -> str:
+    """Loss of a small GPT, from benchmarks/train_gpt.py, with onchip's attention and without."""
+    path = RESULTS / "training.json"
+    if not path.exists():
+        return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"/>\n'
+    told = json.loads(path.read_text(encoding="utf-8"))
+    return _plotted(lambda path: _draw_losses(told["losses"], path))
+
+
+def _draw_losses(losses: dict[str, list[list[float]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5))
+    axes = figure.add_subplot()
+    for way, curves in losses.items():
+        color, style = _WAYS[way]
+        for i, curve in enumerate(curves):
+            label = way if i == 0 else None
+            axes.plot(curve, style, color=color, linewidth=0.8, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "bytes": bytes_against_length,
     "roofline": forward_roofline,
@@ -192,6 +219,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "decode_split": decode_split,
     "pages": pages,
     "published": published,
+    "training": training,
 }
 
 

@@ -326,8 +326,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dim_multiple=8,
         features=frozenset("causal window softcap sinks gqa head_dim_v".split()),
         reasons=_gluon_reasons,
-        by_name="has not run on a GPU in its present form",
-        summary="FlashAttention-3's backward in Gluon: TMA, wgmma, warp roles; only when named",
+        summary="FlashAttention-3's backward in Gluon: TMA, wgmma and warp roles of sm_90a",
     ),
     Kernel(
         name="portable",

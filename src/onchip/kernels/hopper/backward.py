@@ -7,28 +7,40 @@ Method: S and P are computed again tile by tile, and with D = rowsum(dO * O) - d
 
 (Dao et al. 2022, FlashAttention, algorithm 4; Shah et al. 2024, FlashAttention-3). A CTA owns
 BN = 128 keys of one head of K and walks over the queries of every head that reads it, 64 at a
-time, so dK and dV are summed in registers by one CTA in one order, whatever the group. Its
-warpgroups are a chain rather than copies of each other (`backward_keys`):
+time, so dK and dV are summed in registers by one CTA in one order, whatever the group. What its
+warpgroups do depends on the registers that dK and dV take; H200, 2026-11-30, TFLOP/s beside
+cuDNN's at N = 16k full: D = 64 528 (459), D = 128 570 (574), D = 256 517 (356).
 
-    load      Q, dO, LSE and D by TMA, two tiles ahead
-    score     S^T = K Q^T, P^T = exp(S^T - LSE); dV += P^T dO, P^T from registers
-    gradient  dP^T = V dO^T, dS^T = P^T * (dP^T - D); dK += dS^T Q, dS^T from registers
-    make_dq   dQ = dS K, added to a float32 sum in memory by TMA
+D and D_v up to 64 (`backward_pair`, `backward_sums`): warpgroups exchange dS only.
 
-P^T and dS^T go from one to the next through shared memory, in 64 x 64 pieces, so that the matrix
-products of one warpgroup run beside the exponentials of another, without barriers that all of
-them meet at. S and dP of the next piece are issued behind the product that uses this one.
+    load      Q, dO, LSE and D by TMA, ahead of the others
+    keep      K and V; dK and dV at the end
+    compute   two warpgroups of 64 keys: S^T = K Q^T, P^T = exp(S^T - LSE), dV += P^T dO,
+              dP^T = V dO^T, dS^T = P^T * (dP^T - D), dK += dS^T Q; P^T, dS^T from registers
+    make_dq   dQ = dS K
+    add_dq    a warp that adds dQ to a float32 sum in memory by TMA
 
-Heads over 128 leave no registers for that: BN = 64, no `make_dq`, and a kernel of its own
-computes S and dP again and makes dQ of 128 queries (`backward_queries`): 7 products, not 5, but
-no float32 sum (H200, 2026-11-29, an earlier form: 1.24 to 1.51 times cuDNN's speed).
+Up to 128 (`backward_keys`): a chain, in 64 x 64 pieces, where S and dP of the next piece are
+issued behind the product that uses this one.
 
-Tiles that an edge of the mask crosses come first, in a loop of their own; tiles that it hides are
-not visited. Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the
-sum and round it to dQ.
+    load      everything, and dK and dV at the end
+    score     S, P and dV; P goes to the next one through shared memory
+    gradient  dP, dS and dK
+    make_dq   dQ, which it adds to memory by TMA
+
+Over 128: BN = 64, the chain without `make_dq`, and a kernel of its own that computes S and dP
+again and makes dQ of 128 queries (`backward_queries`): 7 products, not 5, but no float32 sum.
+
+Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum and round it
+to dQ. Where heads of 64 fill the SMs and causal sequences are short, a CTA owns all keys of a
+head, one tile after the other: it stores the first keys' part of dQ rather than add it to a
+cleared sum, takes up the sum for the last ones and rounds it.
+
+Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
 Deterministic: CTAs add to a tile of dQ in turn, by a counter for each tile; the order is one in
-which nobody waits for a CTA that starts later (`backward_walk.turn_of`). Heads over 128 always are.
+which nobody waits for a CTA that starts later (`backward_walk.turn_of`). A CTA that owns all keys
+of a head and heads over 128 are always deterministic.
 
 Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H_kv, D); rows at
 multiples of 16 bytes, or they are copied. Head dimensions are padded to 64, 128 or 256 by TMA, in
@@ -168,16 +180,19 @@ def launch_with(
     config: BackwardConfig | None, problem: Problem, tensors: Tensors, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`launch` with a given config, None for the chosen one: for benchmarks and tests."""
-    tensors, saved = readable(tensors, saved)
     key = _key(config, problem, tensors, saved)
     found = _kept.get(key)
+    if found is None:
+        tensors, saved = readable(tensors, saved)
+        key = _key(config, problem, tensors, saved)
+        found = _kept.get(key)
     steps = found or Steps(config or choose_backward(problem), problem)
     work = _new_work(steps, tensors)
     dsinks = _prepare(steps, tensors, saved, work)
     _make_keys(steps, tensors, saved.dout, work)
     if steps.config.apart:
         _make_dq(steps, tensors, saved.dout, work)
-    else:
+    elif not steps.config.whole:
         _finish(steps, tensors, work)
     if found is None and steps.is_resolved:
         _kept[key] = steps
@@ -185,19 +200,19 @@ def launch_with(
 
 
 def _key(config, problem: Problem, tensors: Tensors, saved: Saved) -> tuple:
-    """What must be equal for two calls to share `Steps`."""
+    """What must be equal for two calls to share `Steps`; that of a call that has run is of data
+    that the kernels read as they are."""
     q, k, v, sinks = tensors.q, tensors.k, tensors.v, tensors.sinks
-    pointers = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, sinks, saved.dlse, saved.out, saved.lse)
+    pointers = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, sinks)
+    rows = (saved.dlse, saved.out, saved.lse)
     return (
         config,
         id(problem),
         q.get_device(),
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        saved.dout.stride(),
         k.shape,
+        *[(x.stride(), x.data_ptr() & 15) for x in (q, k, v, saved.dout)],
         *[None if x is None else (x.dtype, x.data_ptr() & 15) for x in pointers],
+        *[None if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in rows],
     )
 
 
@@ -214,8 +229,8 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
     if not steps.config.apart:
         width = padded(problem.head_dim)
         dq_sum = torch.empty((lines, rows, width), dtype=torch.float32, device=device)
-        if problem.deterministic:
-            blocks = rows // steps.config.block_m
+        if steps.specs["keys"].ordered:
+            blocks = rows // _ROWS
             counters = torch.empty((lines, blocks), dtype=torch.int32, device=device)
     return Work(stats[0], stats[1], dq, dk, dv, dq_sum, counters)
 
@@ -229,10 +244,11 @@ def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor
         parts = work.stats.new_empty(blocks, problem.batch, problem.num_heads)
     programs = blocks * problem.batch * problem.num_heads
     launch = steps.launch_of("pre", attn_bwd_pre_hopper, programs, work.dq.get_device())
+    cleared = None if steps.config.whole else work.dq_sum
     launch(
         saved.out, saved.dout, saved.lse, saved.dlse, sinks, tensors.cu_seqlens_q, work.stats,
-        work.delta, work.dq_sum, work.counters, parts, *row_strides(saved.dout), blocks,
-        problem.batch, problem.num_heads, problem.seqlen_q, problem.tokens_q,
+        work.delta, cleared, work.counters, parts, *row_strides(saved.dout), blocks, problem.batch,
+        problem.num_heads, problem.seqlen_q, problem.tokens_q,
         steps.stats_shape[1], problem.head_dim, problem.head_dim_v, padded(problem.head_dim),
         padded(problem.head_dim_v), steps.lse_unit, UNIT, problem.layout_q is Layout.PACKED,
     )  # fmt: skip
@@ -255,7 +271,9 @@ def _finish(steps: Steps, tensors: Tensors, work: Work) -> None:
 def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None:
     """dK and dV, and, where no other kernel makes it, dQ's float32 sum."""
     spec, problem = steps.specs["keys"], steps.problem
-    programs = -(-problem.seqlen_k // spec.block_n) * problem.batch * problem.num_kv_heads
+    programs = problem.batch * problem.num_kv_heads
+    if not spec.whole:
+        programs *= -(-problem.seqlen_k // spec.block_n)
     launch = steps.launch_of("keys", attn_bwd_keys_hopper, programs, work.dq.get_device())
 
     def tile(x):
@@ -269,14 +287,19 @@ def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None
 
     inputs = [tensors.q, tensors.k, tensors.v, dout, work.stats, work.delta, work.dk, work.dv]
     describers = [tile, tile, tile, tile, line, line, tile, tile]
+
     if work.dq_sum is not None:
         inputs.append(work.dq_sum)
         describers.append(sums)
+    if spec.whole:
+        inputs.append(work.dq)
+        describers.append(tile)
     described = steps.described("keys", inputs, describers)
+    out = described.pop() if spec.whole else None
     dq = described.pop() if work.dq_sum is not None else None
     *sources, dk, dv = described
     launch(
-        *sources, dq, dk, dv, work.counters, tensors.cu_seqlens_q, tensors.cu_seqlens_k,
+        *sources, dq, out, dk, dv, work.counters, tensors.cu_seqlens_q, tensors.cu_seqlens_k,
         *steps.numbers, spec,
     )  # fmt: skip
 

@@ -41,6 +41,8 @@ class Spec:
         has_softcap: whether logits are capped.
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
+        pair, whole, p_buffers, ds_buffers: see `BackwardConfig`.
+        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; with `pair`.
     """
 
     block_m: int
@@ -59,6 +61,12 @@ class Spec:
     has_softcap: bool
     high_edges: bool
     packed: bool
+    pair: bool
+    whole: bool
+    p_buffers: int
+    ds_buffers: int
+    dq_buffers: int
+    kv_buffers: int
 
     @property
     def masks(self) -> bool:
@@ -69,7 +77,7 @@ class Spec:
 def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
-    ordered = problem.deterministic and not config.apart
+    ordered = problem.deterministic and not config.apart and not config.whole
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -89,6 +97,12 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         has_softcap=problem.softcap > 0,
         high_edges=has_right or has_tail if part == "queries" else has_left,
         packed=packed,
+        pair=config.pair,
+        whole=config.whole,
+        p_buffers=config.p_buffers,
+        ds_buffers=config.ds_buffers,
+        dq_buffers=2,
+        kv_buffers=2 if config.whole else 1,
     )
 
 

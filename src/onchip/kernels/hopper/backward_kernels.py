@@ -6,7 +6,12 @@ Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from onchip.kernels.hopper import backward_keys, backward_queries
+from onchip.kernels.hopper import (
+    backward_keys,
+    backward_pair,
+    backward_queries,
+    backward_sums,
+)
 from onchip.kernels.hopper.backward_walk import Sizes, Sources
 
 _SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right".split()
@@ -14,19 +19,33 @@ _SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right"
 
 @gluon.jit(do_not_specialize=_SIZES)
 def attn_bwd_keys_hopper(
-    q, k, v, do, lse, delta, dq, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, do, lse, delta, dq, dq_out, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
     scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ."""
-    S = backward_keys.new_shared(lse, dq, q.dtype, SPEC)
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
         stats_width, left, right,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
-    # Registers: 64 for each of dK's or dV's pieces of 64 columns and two of S or dP decide.
-    if SPEC.adds_dq:
+    # Registers: what a role's sums need, 32 for each 64 x 64 of them, and two of S or dP decide.
+    if SPEC.pair:
+        S = backward_pair.new_shared(lse, dq, q.dtype, SPEC)
+        gl.warp_specialize(
+            [
+                (backward_pair.compute, (0, S, sizes, scale, factor, cap, SPEC)),
+                (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
+                (backward_sums.make_dq, (S, sizes, scale, SPEC)),
+                (backward_pair.load, (sources, S, sizes, SPEC)),
+                (backward_pair.keep, (sources, dk, dv, S, sizes, SPEC)),
+                (backward_sums.add_dq, (dq, dq_out, counters, S, sizes, SPEC)),
+            ],
+            [4, 4, 1, 1, 1],
+            [208, 72, 24, 24, 24],
+        )
+    elif SPEC.adds_dq:
+        S = backward_keys.new_shared(lse, dq, q.dtype, SPEC)
         gl.warp_specialize(
             [
                 (backward_keys.score, (S, sizes, factor, cap, SPEC)),
@@ -38,6 +57,7 @@ def attn_bwd_keys_hopper(
             [208, 72, 24],
         )
     else:
+        S = backward_keys.new_shared(lse, dq, q.dtype, SPEC)
         gl.warp_specialize(
             [
                 (backward_keys.score, (S, sizes, factor, cap, SPEC)),

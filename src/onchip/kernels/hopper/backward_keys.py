@@ -41,7 +41,6 @@ from onchip.kernels.hopper.gluon_names import (
 )
 
 PIECE = gl.constexpr(64)  # keys of a piece: rows of one wgmma
-P_BUFFERS = gl.constexpr(2)
 DS_BUFFERS = gl.constexpr(4)
 
 
@@ -55,7 +54,7 @@ class Shared:
     do: gl.shared_memory_descriptor  # (STAGES, BM, D_v)
     lse: gl.shared_memory_descriptor  # (STAGES, BM), -LSE in base 2
     delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
-    p: gl.shared_memory_descriptor  # (2, 64, BM): P^T on its way from `score` to `gradient`
+    p: gl.shared_memory_descriptor  # (P_BUFFERS, 64, BM): P^T on its way from `score` to `gradient`
     ds: gl.shared_memory_descriptor  # (4, 64, BM): dS^T on its way to `make_dq`
     dq: gl.shared_memory_descriptor  # (D / 64, BM, 64) float32
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
@@ -63,7 +62,7 @@ class Shared:
     do_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor  # (STAGES,) both have read it for the last time
     do_empty: gl.shared_memory_descriptor
-    p_full: gl.shared_memory_descriptor  # (2,)
+    p_full: gl.shared_memory_descriptor  # (P_BUFFERS,)
     p_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor  # (4,)
     ds_empty: gl.shared_memory_descriptor
@@ -107,7 +106,7 @@ def load(
     N: gl.constexpr = SPEC.pieces
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(sizes, 0, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     _load_own(sources.k, S.k, S.kv_full.index(0), walk, D, SPEC)
     if total > 0:  # S wants Q before dP wants V
@@ -200,7 +199,7 @@ def score(S: Shared, sizes: Sizes, factor, cap, SPEC: gl.constexpr):
     DV: gl.constexpr = SPEC.dim_v
     BM: gl.constexpr = SPEC.block_m
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(sizes, 0, SPEC)
     edges = walk.edges * sizes.group
     total = edges + walk.inner * sizes.group
     row = walk.first * BM + walk.shift - walk.own
@@ -242,7 +241,7 @@ def _score_piece(
     A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     stage = i % SPEC.stages
     j = i * SPEC.pieces + h
-    x = j % P_BUFFERS
+    x = j % SPEC.p_buffers
     if SPEC.has_softcap:
         s, slope = capped(s, factor)
         s = s * cap
@@ -260,7 +259,7 @@ def _score_piece(
     dv_new = warpgroup_mma(gl.convert_layout(p16, A_L), S.do.index(stage), dv, is_async=True)
     if SPEC.has_softcap:
         p16 = (p * slope).to(DT)
-    mbarrier.wait(S.p_empty.index(x), ((j // P_BUFFERS) & 1) ^ 1)
+    mbarrier.wait(S.p_empty.index(x), ((j // SPEC.p_buffers) & 1) ^ 1)
     S.p.index(x).store(p16)
     mbarrier.arrive(S.p_full.index(x), count=1)
     if LAST:
@@ -278,7 +277,7 @@ def gradient(S: Shared, sizes: Sizes, scale, SPEC: gl.constexpr):
     """The warpgroup of dP and dS: dK += dS^T Q; dS goes to the next one."""
     D: gl.constexpr = SPEC.dim
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(sizes, 0, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     dk0 = gl.zeros([PIECE, D], gl.float32, K_L)
     dk1 = dk0
@@ -310,12 +309,12 @@ def _gradient_piece(h: gl.constexpr, dp, dk, i, total, S, SPEC: gl.constexpr):
     A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     stage = i % SPEC.stages
     j = i * SPEC.pieces + h
-    x = j % P_BUFFERS
+    x = j % SPEC.p_buffers
     if not SPEC.starts_at_delta:
         dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
     if LAST:
         mbarrier.arrive(S.do_empty.index(stage), count=1)
-    mbarrier.wait(S.p_full.index(x), (j // P_BUFFERS) & 1)
+    mbarrier.wait(S.p_full.index(x), (j // SPEC.p_buffers) & 1)
     p = S.p.index(x).load(S_L)
     mbarrier.arrive(S.p_empty.index(x), count=1)
     ds = (p.to(gl.float32) * dp).to(DT)
@@ -345,7 +344,7 @@ def make_dq(dq_desc, counters, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     C: gl.constexpr = 64  # columns at a time: D of them would need 64 registers
     PARTS: gl.constexpr = D // C
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(sizes, 0, SPEC)
     zero = gl.zeros([BM, C], gl.float32, L)
     before = walk.line * 0  # place of the last tile's counter
     mbarrier.wait(S.kv_full.index(0), 0)
@@ -394,7 +393,7 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     ST: gl.constexpr = SPEC.stages
     N: gl.constexpr = SPEC.pieces
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    p = gl.allocate_shared_memory(DT, [P_BUFFERS, PIECE, BM], TILE)
+    p = gl.allocate_shared_memory(DT, [SPEC.p_buffers, PIECE, BM], TILE)
     if SPEC.adds_dq:
         ds = gl.allocate_shared_memory(DT, [DS_BUFFERS, PIECE, BM], TILE)
         dq = gl.allocate_shared_memory(gl.float32, [D // 64, BM, 64], dq_desc.layout)
@@ -416,8 +415,8 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         new_barriers(ST, 1),
         new_barriers(ST, 2),
         new_barriers(ST, 2),
-        new_barriers(P_BUFFERS, 1),
-        new_barriers(P_BUFFERS, 1),
+        new_barriers(SPEC.p_buffers, 1),
+        new_barriers(SPEC.p_buffers, 1),
         new_barriers(DS_BUFFERS, 1),
         new_barriers(DS_BUFFERS, 1),
         new_barriers(2, 1),

@@ -97,16 +97,29 @@ def stats_row(batch, q_start, sizes, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def plan_keys(sizes, SPEC: gl.constexpr):
-    """The walk over queries of the CTA that owns a tile of keys."""
+def num_tiles(sizes, SPEC: gl.constexpr):
+    """Tiles of keys that a CTA owns, one after the other."""
+    if SPEC.whole:
+        return (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
+    else:
+        return 1
+
+
+@gluon.jit
+def plan_keys(sizes, n, SPEC: gl.constexpr):
+    """The walk over queries of the n-th tile of keys that the CTA owns."""
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
     num_n = (sizes.seqlen_k + BN - 1) // BN
     program = gl.program_id(0)
-    index = program // num_n
-    tile = program - index * num_n
-    if SPEC.ordered and SPEC.has_right:
-        tile = num_n - 1 - tile  # a CTA waits for those that have started before it only
+    if SPEC.whole:
+        index = program
+        tile = n
+    else:
+        index = program // num_n
+        tile = program - index * num_n
+        if SPEC.ordered and SPEC.has_right:
+            tile = num_n - 1 - tile  # a CTA waits for those that have started before it only
     key = tile * BN
     batch = index // sizes.num_kv_heads
     length_q, q_start, q_batch, q_end, q_row = span(
@@ -142,6 +155,29 @@ def plan_keys(sizes, SPEC: gl.constexpr):
         q_batch, q_end, q_row, k_batch, k_end, k_row,
         stats_row(batch, q_start, sizes, SPEC.packed), sizes.stats_width,
     )  # fmt: skip
+
+
+class Keys(NamedTuple):
+    """A tile of keys that a CTA owns, and the steps in which it meets tiles of queries.
+
+    Steps are counted on from tile to tile: [start, edges) are masked, [edges, end) are not.
+    """
+
+    n: gl.tensor
+    tiles: gl.tensor  # that the CTA owns
+    slot: gl.tensor  # its buffer of K and V
+    start: gl.tensor
+    edges: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def meet_keys(sizes, n, start, SPEC: gl.constexpr):
+    """The walk and the steps of the CTA's n-th tile of keys."""
+    walk = plan_keys(sizes, n, SPEC)
+    edges = start + walk.edges * sizes.group
+    end = edges + walk.inner * sizes.group
+    return walk, Keys(n, num_tiles(sizes, SPEC), n % SPEC.kv_buffers, start, edges, end)
 
 
 @gluon.jit

@@ -15,10 +15,10 @@ def wait_turn(counter, turn):
 
 
 @gluon.jit
-def pass_turn(counter):
-    """Lets the next one go when what this role's threads added by TMA is in memory.
+def settle():
+    """Waits until what this role's threads wrote or added by TMA is in memory.
 
-    `tma.store_wait` waits until shared memory has been read; here the sums must be there.
+    `tma.store_wait` waits until shared memory has been read.
     """
     LANES: gl.constexpr = 32 * gl.num_warps()
     x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -27,6 +27,12 @@ def pass_turn(counter):
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     gl.thread_barrier()
+
+
+@gluon.jit
+def pass_turn(counter):
+    """Lets the next one go when what this role's threads added by TMA is in memory."""
+    settle()
     gl.atomic_add(counter, 1, sem="release")
 
 

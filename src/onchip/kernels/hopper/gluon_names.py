@@ -47,11 +47,21 @@ else:
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
+    def as_tile(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The same shared memory as a tile of another type and shape (3.9)."""
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
+
+    @gluon.jit
     def as_tiles(memory, descriptor, SHAPE: gl.constexpr):
         """The same shared memory in another shape, laid out for a descriptor (3.9)."""
         return memory.reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
 
 else:
+
+    @gluon.jit
+    def as_tile(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The same shared memory as a tile of another type and shape (3.6 to 3.8)."""
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
     @gluon.jit
     def as_tiles(memory, descriptor, SHAPE: gl.constexpr):

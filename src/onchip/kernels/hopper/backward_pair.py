@@ -1,0 +1,301 @@
+"""The device code of the kernel that owns keys and makes all gradients of heads up to 64.
+
+A CTA owns 128 keys, each of two warpgroups 64 of them; a third one makes dQ (`backward_sums`).
+The method is in backward.py.
+
+Legend: D / D_v head dimensions padded to what is compiled, BM / BN rows of a tile of queries
+and of keys.
+"""
+
+from triton.experimental import gluon
+from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.backward_walk import (
+    Edges,
+    Sizes,
+    Sources,
+    edge_index,
+    load_keys,
+    load_queries,
+    meet_keys,
+    num_tiles,
+    plan_keys,
+    store_keys,
+    tile_at,
+)
+from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers
+from onchip.kernels.hopper.gluon_names import (
+    fence_async_shared,
+    gl,
+    mbarrier,
+    tma,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+PIECE = gl.constexpr(64)  # keys of a warpgroup
+
+
+@aggregate
+class Shared:
+    """Tiles and barriers in shared memory."""
+
+    k: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D); dK at the end
+    v: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D_v); dV at the end
+    q: gl.shared_memory_descriptor  # (STAGES, BM, D)
+    do: gl.shared_memory_descriptor  # (STAGES, BM, D_v)
+    lse: gl.shared_memory_descriptor  # (STAGES, BM), -LSE in base 2
+    delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
+    ds: gl.shared_memory_descriptor  # (2 * DS_BUFFERS, 64, BM): dS^T of both warpgroups
+    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, D) float32, or dQ in 16 bits
+    kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
+    q_full: gl.shared_memory_descriptor  # (STAGES,)
+    do_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor  # (STAGES,) both have read it for the last time
+    do_empty: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor  # (DS_BUFFERS,)
+    ds_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor  # (DQ_BUFFERS,)
+    dq_empty: gl.shared_memory_descriptor
+    k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
+    done: gl.shared_memory_descriptor  # (1,) dK and dV are there
+
+    @gluon.constexpr_function
+    def __init__(
+        self, k, v, q, do, lse, delta, ds, dq, kv_full, q_full, do_full, q_empty, do_empty,
+        ds_full, ds_empty, dq_full, dq_empty, k_free, done,
+    ):  # fmt: skip
+        self.k = k
+        self.v = v
+        self.q = q
+        self.do = do
+        self.lse = lse
+        self.delta = delta
+        self.ds = ds
+        self.dq = dq
+        self.kv_full = kv_full
+        self.q_full = q_full
+        self.do_full = do_full
+        self.q_empty = q_empty
+        self.do_empty = do_empty
+        self.ds_full = ds_full
+        self.ds_empty = ds_empty
+        self.dq_full = dq_full
+        self.dq_empty = dq_empty
+        self.k_free = k_free
+        self.done = done
+
+
+@gluon.jit
+def keep(
+    sources: Sources, dk_desc, dv_desc, S: Shared, sizes: Sizes, SPEC: gl.constexpr
+):  # fmt: skip
+    """The warp that loads K and V and stores dK and dV."""
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    KB: gl.constexpr = SPEC.kv_buffers
+    tiles = num_tiles(sizes, SPEC)
+    for n in range(tiles + KB):
+        x = n % KB
+        if n >= KB:
+            walk = plan_keys(sizes, n - KB, SPEC)
+            mbarrier.wait(S.done.index(x), ((n // KB) & 1) ^ 1)
+            for h in gl.static_range(2):
+                key = walk.own + h * PIECE
+                store_keys(dv_desc, walk, walk.head, key, S.v.index(x * 2 + h), PIECE, DV)
+                store_keys(dk_desc, walk, walk.head, key, S.k.index(x * 2 + h), PIECE, D)
+            tma.store_wait(0)
+        if n < tiles:
+            walk = plan_keys(sizes, n, SPEC)
+            _load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, D, SPEC)
+            _load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, DV, SPEC)
+
+
+@gluon.jit
+def _load_own(desc, to, bar, x, walk, D: gl.constexpr, SPEC: gl.constexpr):
+    mbarrier.expect(bar, SPEC.block_n * D * 2)
+    for h in gl.static_range(2):
+        load_keys(
+            desc, walk, walk.head, walk.own + h * PIECE, bar, to.index(x * 2 + h), PIECE, D
+        )  # fmt: skip
+
+
+@gluon.jit
+def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
+    """The warp that loads tiles of queries."""
+    start = 0
+    for n in range(num_tiles(sizes, SPEC)):
+        walk, keys = meet_keys(sizes, n, start, SPEC)
+        for t in range(keys.start, keys.end):
+            _load_tile(sources, S, walk, keys, t, sizes, SPEC)
+        start = keys.end
+
+
+@gluon.jit
+def _load_tile(sources, S, walk, keys, t, sizes, SPEC: gl.constexpr):
+    BM: gl.constexpr = SPEC.block_m
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    head, m = tile_at(walk, t - keys.start, sizes.group)
+    head += walk.head * sizes.group
+    row = m * BM
+    line = walk.line + head * walk.stride + row
+    stage = t % SPEC.stages
+    phase = ((t // SPEC.stages) & 1) ^ 1
+    bar = S.q_full.index(stage)
+    mbarrier.wait(S.q_empty.index(stage), phase)
+    mbarrier.expect(bar, BM * D * 2 + BM * 4)
+    load_queries(sources.q, walk, head, row, bar, S.q.index(stage), BM, D)
+    tma_load(sources.lse, [line], bar, S.lse.index(stage))
+    bar = S.do_full.index(stage)
+    mbarrier.wait(S.do_empty.index(stage), phase)
+    mbarrier.expect(bar, BM * DV * 2 + BM * 4)
+    load_queries(sources.do, walk, head, row, bar, S.do.index(stage), BM, DV)
+    tma_load(sources.delta, [line], bar, S.delta.index(stage))
+
+
+@gluon.jit
+def _scores(k, t, end, S, SPEC: gl.constexpr):
+    """S^T of step t, under way."""
+    # There always is such a step; without the predicate the loop's code differs from what has
+    # been measured and tested.
+    BM: gl.constexpr = SPEC.block_m
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    stage = t % SPEC.stages
+    mbarrier.wait(S.q_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
+    if SPEC.starts_at_lse:
+        lse = S.lse.index(stage).load(gl.SliceLayout(0, L))
+        start = gl.expand_dims(lse, 0).broadcast_to([PIECE, BM])
+    else:
+        start = gl.zeros([PIECE, BM], gl.float32, L)
+    return warpgroup_mma(
+        k, S.q.index(stage).permute((1, 0)), start, use_acc=SPEC.starts_at_lse,
+        is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def compute(
+    W: gl.constexpr, S: Shared, sizes: Sizes, scale, factor, cap, SPEC: gl.constexpr
+):  # fmt: skip
+    """A warpgroup of 64 keys: their dK and dV, and dS for dQ."""
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    BM: gl.constexpr = SPEC.block_m
+    K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    start = 0
+    for n in range(num_tiles(sizes, SPEC)):
+        walk, keys = meet_keys(sizes, n, start, SPEC)
+        row = walk.first * BM + walk.shift - walk.own - W * PIECE
+        limits = Edges(
+            walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
+            walk.length_k - walk.own - W * PIECE,
+        )  # fmt: skip
+        phase = (n // SPEC.kv_buffers) & 1
+        k = S.k.index(keys.slot * 2 + W)
+        v = S.v.index(keys.slot * 2 + W)
+        dk = gl.zeros([PIECE, D], gl.float32, K_L)
+        dv = gl.zeros([PIECE, DV], gl.float32, V_L)
+        mbarrier.wait(S.kv_full.index(keys.slot * 2), phase)
+        mbarrier.wait(S.kv_full.index(keys.slot * 2 + 1), phase)
+        if SPEC.masks:
+            for t in range(keys.start, keys.edges):
+                dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, True)
+        for t in range(keys.edges, keys.end):
+            dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, False)
+        # V's piece is this warpgroup's own; `make_dq` reads all of K.
+        v.store(dv.to(S.v.dtype))
+        mbarrier.wait(S.k_free.index(0), n & 1)
+        k.store((dk * scale).to(S.k.dtype))
+        fence_async_shared()
+        mbarrier.arrive(S.done.index(keys.slot), count=1)
+        start = keys.end
+
+
+@gluon.jit
+def _step(
+    W: gl.constexpr, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries."""
+    BM: gl.constexpr = SPEC.block_m
+    DT: gl.constexpr = S.k.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
+    stage = t % SPEC.stages
+    phase = (t // SPEC.stages) & 1
+    x = t % SPEC.ds_buffers
+    q = S.q.index(stage)
+    do = S.do.index(stage)
+    s_new = _scores(k, t, keys.end, S, SPEC)
+    mbarrier.wait(S.do_full.index(stage), phase)
+    dp_new = warpgroup_mma(
+        v, do.permute((1, 0)), gl.zeros([PIECE, BM], gl.float32, S_L), use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+    s = warpgroup_mma_wait(1, deps=[s_new])
+    if SPEC.has_softcap:
+        s, slope = capped(s, factor)
+        s = s * cap
+    else:
+        s = s * factor
+    if not SPEC.starts_at_lse:
+        s += S.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+    p = gl.exp2(s)
+    if MASKED:
+        row = edge_index(limits, t - keys.start, SPEC) * BM
+        p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
+    dv_new = warpgroup_mma(gl.convert_layout(p.to(DT), A_L), do, dv, is_async=True)
+    if SPEC.has_softcap:
+        p = p * slope
+    dp = warpgroup_mma_wait(1, deps=[dp_new])
+    dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+    ds = (p * dp).to(DT)
+    dk_new = warpgroup_mma(gl.convert_layout(ds, A_L), q, dk, is_async=True)
+    mbarrier.wait(S.ds_empty.index(x), ((t // SPEC.ds_buffers) & 1) ^ 1)
+    S.ds.index(x * 2 + W).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(S.ds_full.index(x), count=1)
+    dv = warpgroup_mma_wait(1, deps=[dv_new])
+    mbarrier.arrive(S.do_empty.index(stage), count=1)
+    dk = warpgroup_mma_wait(0, deps=[dk_new])
+    mbarrier.arrive(S.q_empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
+    """Shared memory of a CTA, its barriers ready."""
+    BM: gl.constexpr = SPEC.block_m
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    ST: gl.constexpr = SPEC.stages
+    DS: gl.constexpr = SPEC.ds_buffers
+    DQ: gl.constexpr = SPEC.dq_buffers
+    KB: gl.constexpr = SPEC.kv_buffers
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    S = Shared(
+        gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
+        gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
+        gl.allocate_shared_memory(DT, [ST, BM, D], TILE),
+        gl.allocate_shared_memory(DT, [ST, BM, DV], TILE),
+        gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
+        gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
+        gl.allocate_shared_memory(gl.float32, [DQ, BM, D], dq_desc.layout),
+        new_barriers(2 * KB, 1),
+        new_barriers(ST, 1),
+        new_barriers(ST, 1),
+        new_barriers(ST, 2),
+        new_barriers(ST, 2),
+        new_barriers(DS, 2),
+        new_barriers(DS, 1),
+        new_barriers(DQ, 1),
+        new_barriers(DQ, 1),
+        new_barriers(1, 1),
+        new_barriers(KB, 2),
+    )
+    fence_async_shared()
+    return S
