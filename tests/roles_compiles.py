@@ -42,7 +42,7 @@ FLOAT8 = (
 BACKWARDS = (
     *((dim, None, {}) for dim in DIMS), (128, None, {"causal": True}),
     (256, None, {"window": (512, 0)}), (64, 128, {}),
-    *((dim, None, {"seqlen": 1024, "batch": 8}) for dim in (64, 128)),
+    *((dim, None, {"seqlen": 1024, "batch": 8, "causal": True}) for dim in (64, 128)),
 )  # fmt: skip
 PARTS = {"keys": "dkdv", "queries": "dq"}
 

@@ -159,10 +159,8 @@ def test_bill_of_a_program_for_all_keys_of_a_head():
     _, cached = bills.backward_summed(problem, (64, 128), 128, cache=shared, whole=True).stages
     moved = {t.tensor: t.slow_bytes for t in cached.reads}
     assert moved["q"] == rows * 256 and moved["dq sum"] == reads["dq sum"]
-    pair = SimpleNamespace(
-        block_m=64, block_n=128, stages=2, apart=False, whole=True, kv_buffers=1, ds_buffers=2,
-        dq_buffers=1, dq_apart=False,
-    )  # fmt: skip
+    pair = backward_config.BackwardConfig(pair=True, whole=True)
+    problem = problem_of(d=64, seqlen=1024, heads=128, op=Op.BACKWARD)
     found = predict(problem, H200, pair).tilings["dkdv"]
     assert (found.num_programs, found.idle_sms, found.imbalance) == (128, 4, 132 / 128)
 

@@ -186,8 +186,7 @@ def _bill(problem: Problem, config: Any, lengths, cache: bills.Cache) -> Bill:
         keys = (config.block_m, config.block_n)
         if not config.apart:
             width = roles.padded(problem.head_dim)
-            whole = getattr(config, "whole", False)
-            return bills.backward_summed(problem, keys, width, lengths, cache, whole)
+            return bills.backward_summed(problem, keys, width, lengths, cache, config.whole)
         queries = (2 * config.block_m, config.block_n)
         return bills.backward(problem, keys, queries, lengths, cache, copies_lse=True)
     if problem.op is Op.BACKWARD:

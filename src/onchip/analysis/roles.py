@@ -94,12 +94,13 @@ def _forward(problem: Problem, config: Any) -> Use:
 
 
 def _keys(problem: Problem, config: Any) -> Use:
-    """Warpgroups that own BN keys: all three gradients, or P and dV beside dK with `apart`."""
+    """Warpgroups that own BN keys: each of all gradients with `pair`, else a chain, P and dV, dP
+    and dK and, but for `apart`, dQ."""
     size = problem.dtype.itemsize
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     block_m, block_n, stages = config.block_m, config.block_n, config.stages
     piece = ROWS * block_m * size
-    buffers = getattr(config, "kv_buffers", 1)
+    buffers = 2 if config.whole else 1
     shared = {
         "k": buffers * block_n * d * size,
         "v": buffers * block_n * d_v * size,
@@ -108,20 +109,17 @@ def _keys(problem: Problem, config: Any) -> Use:
         "lse, delta": 2 * 4 * stages * block_m,
     }
     if config.apart:
-        shared |= {"p": 2 * piece}
+        shared |= {"p": config.p_buffers * piece}
         # S or dP of two pieces at once; P or dS of one.
         held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
-    if not hasattr(config, "ds_buffers"):  # a chain: P and dV, dP and dK, dQ
-        shared |= {"p": 2 * piece, "ds": 4 * piece, "dq": 4 * block_m * d}
+    if not config.pair:
+        shared |= {"p": config.p_buffers * piece, "ds": 4 * piece, "dq": 4 * block_m * d}
         held = {"dk or dv": max(d, d_v), "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 4 * _WARPGROUP, stages), shared, held, 208)
-    shared |= {"ds": config.ds_buffers * 2 * piece, "dq": config.dq_buffers * 4 * block_m * d}
+    shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * d}
     held = {"dk": d // 2, "dv": d_v // 2, "s": block_m // 2, "dp": block_m // 2, "p": block_m // 4}
-    if not config.dq_apart:  # each makes half of dQ's columns
-        held["dq"] = block_m * d // 2 // _THREADS
-    warps, allowed = (4 * _WARPGROUP, 208) if config.dq_apart else (3 * _WARPGROUP, 240)
-    return Use(TileShape(block_m, block_n, warps, stages), shared, held, allowed)
+    return Use(TileShape(block_m, block_n, 4 * _WARPGROUP, stages), shared, held, 208)
 
 
 def _queries(problem: Problem, config: Any) -> Use:
