@@ -243,7 +243,7 @@ def _atomic_add(pointer, value, sem=None):
 
 def _where(condition, a, b):
     if isinstance(condition, torch.Tensor):
-        kind = a if isinstance(a, torch.Tensor) else b
+        kind = next((x for x in (a, b) if isinstance(x, torch.Tensor)), condition.float())
         a, b = (x if isinstance(x, torch.Tensor) else torch.full_like(kind, x) for x in (a, b))
         return torch.where(condition, a, b)
     return a if condition else b

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from onchip.kernels.hopper import arguments, repair, repeated
-from onchip.kernels.hopper.config import choose_forward
+from onchip.kernels.hopper.config import Config, choose_forward
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -59,6 +59,10 @@ WIDE = tuple(n for n in CASES if n not in LEAKY)
 SOME = ("tails", "more_keys", "window", "packed_causal", "terms")
 DIMS = {(64, 64): tuple(CASES), (128, 128): (*SOME, "full", "causal", "more_queries"),
         (256, 256): WIDE, (192, 128): SOME, (80, 40): SOME}  # fmt: skip
+SUMMED = {
+    "sinks_long": Case((70,), (400,), heads=1, sinks=True),
+    "causal_long": Case((70, 70), (500, 500), heads=1, causal=True),
+}
 POISONED = Case((170,), (170,), heads=1, causal=True)
 
 
@@ -71,7 +75,21 @@ def _entries() -> list[dict]:
     for poison in (float("nan"), float("inf"), float("-inf")):
         case = replace(POISONED, dim=64, dim_v=64, dtype=torch.float16)
         found.append({"name": f"{poison}", "case": case, "poison": poison})
+    # Sums that overflow (rise), or do not; bfloat16 is what runs so, float16 what can be tested.
+    for dim, name, rise in (
+        (64, "full", 60.0), (64, "causal", 60.0), (64, "causal_long", 60.0), (64, "sinks_long", 60.0),
+        (64, "more_keys", 1.0), (128, "full", 1.0), (128, "packed_causal", 1.0),
+        (256, "full", 1.0), (256, "window", 1.0),
+    ):  # fmt: skip
+        case = replace(SUMMED.get(name) or CASES[name], dim=dim, dim_v=dim, dtype=torch.float16)
+        config = asdict(_without_maxima(build(case).problem))
+        entry = {"name": f"sums-{name}-{dim}", "case": case, "config": config, "rise": rise}
+        found.append(entry)
     return found
+
+
+def _without_maxima(problem):
+    return choose_forward(replace(problem, dtype=torch.bfloat16))
 
 
 ENTRIES = {entry["name"]: entry for entry in _entries()}
@@ -99,10 +117,10 @@ def modelled(tmp_path_factory) -> dict:
     return dict(zip(ENTRIES, torch.load(files[1]), strict=True))
 
 
-def _repair(call, out, lse, counters) -> None:
-    """The launch behind a forward that may leak. Mutates: out, counters."""
+def _repair(call, config, out, lse, counters) -> None:
+    """The launch behind a forward that may leak. Mutates: out, lse, counters."""
     problem = call.problem
-    code = arguments.code_of(choose_forward(problem), problem)
+    code = arguments.code_of(config, problem)
     if not code.may_leak:
         return
     stride = arguments.stride_of(call.tensors.block_table)
@@ -122,9 +140,20 @@ def test_roles_and_repair_give_the_oracles_result(modelled, name, monkeypatch):
     if "poison" in entry:
         for x in (call.tensors.v[0], call.sequences[0][2]):
             x[30, 0, 3] = x[155, 0] = entry["poison"]
+    config = choose_forward(call.problem)
+    if "config" in entry:
+        config = Config(**entry["config"])
+        raise_keys(call, entry["rise"])
     out, lse, counters = found
-    _repair(call, out, lse, counters)
+    assert counters[1] == 1 or entry.get("rise", 1.0) == 1.0
+    _repair(call, config, out, lse, counters)
     check(call, out, lse)
+
+
+def raise_keys(call, rise: float) -> None:
+    """As in the model. Mutates: call."""
+    for x in (call.tensors.k[0], call.sequences[0][1]):
+        x[:40] *= rise
 
 
 class FakeLaunch:

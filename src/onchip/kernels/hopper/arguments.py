@@ -94,8 +94,11 @@ class Code:
 
     @property
     def may_leak(self) -> bool:
-        """Whether values that a row does not see are multiplied by its P = 0."""
-        return self.is_uneven
+        """Whether rows may be left to the repair.
+
+        Values that a row does not see are multiplied by its P = 0, and sums may overflow.
+        """
+        return self.is_uneven or not self.maxima
 
 
 class Address:

@@ -1,8 +1,8 @@
 """Named barriers of the Hopper kernels, beside the mbarriers that Gluon has.
 
 An mbarrier's arrival by a warpgroup costs a barrier among its threads and an election; a named
-barrier is one instruction a thread. Ids below 8 belong to Triton. From 8 on: "the tile's slot
-is free", for K and then V; from 15 down: the turns of the warpgroups at the tensor cores.
+barrier is one instruction a thread. Ids below 6 are Triton's (3.6 uses 0 to 3). From 6 on: "the
+tile's slot is free", for K and then V; from 15 down: the warpgroups' turns at the tensor cores.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ def _named(id, NUM_WARPS: gl.constexpr):
     return gl.full([32 * NUM_WARPS], id, gl.int32, layout)
 
 
+@gluon.constexpr_function
+def _arrival(threads, v, pins):
+    """Assembly of an arrival at a named barrier that so many threads take part in."""
+    arrive = f"bar.arrive $1, {threads};"
+    if "kv"[v] not in pins:
+        return f"{arrive} mov.b32 $0, $1;"
+    jump = "setp.eq.s32 p, $1, 0; @p bra again;"
+    return f"{{ .reg .pred p; again: {arrive} {jump} mov.b32 $0, $1; }}"
+
+
 @gluon.jit
 def release(count, V: gl.constexpr, C: gl.constexpr):
     """A consumer warpgroup has read the K (V = 0) or V (V = 1) tile number `count`.
 
-    The assembler would move the arrival down over all the arithmetic of a step, and the producer
-    would wait for it. It moves nothing over a jump back, hence one that is never taken.
+    The assembler moves the arrival down over the arithmetic of a step, and the producer waits
+    for it. It moves nothing over a jump back: a pinned arrival has one that is never taken.
     """
-    x = _named(8 + V * C.stages + count % C.stages, 4)
-    if C.warpgroups == 2:  # 288 threads: two warpgroups and the producer's warp
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; again: bar.arrive $1, 288; setp.eq.s32 p, $1, 0; @p bra again; "
-            "mov.b32 $0, $1; }", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-    else:
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; again: bar.arrive $1, 416; setp.eq.s32 p, $1, 0; @p bra again; "
-            "mov.b32 $0, $1; }", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+    ASM: gl.constexpr = _arrival(C.warpgroups * 128 + 32, V, C.pins)  # and the producer's warp
+    x = _named(6 + V * C.stages + count % C.stages, 4)
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -48,7 +52,7 @@ def release_if(wanted, count, V: gl.constexpr, C: gl.constexpr):
 def wait_for_slot(count, V: gl.constexpr, C: gl.constexpr):
     """The producer waits until every consumer has released the slot of tile number `count`."""
     if count >= C.stages:
-        x = _named(8 + V * C.stages + count % C.stages, 1)
+        x = _named(6 + V * C.stages + count % C.stages, 1)
         if C.warpgroups == 2:
             gl.inline_asm_elementwise("bar.sync $1, 288; mov.b32 $0, $1;", "=r,r", [x],
                                       dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip

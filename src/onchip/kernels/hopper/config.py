@@ -5,7 +5,9 @@ No kernel language is imported here, so that `explain` can show a config anywher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from onchip.problem import Problem
 
@@ -29,6 +31,11 @@ class Config:
             one runs under the products of another.
         late: whether O is waited for behind the exponentials rather than before them.
         registers: of a consumer thread.
+        pins: of which slots the releases stay where they are written: K's ("k"), V's ("v"),
+            both ("kv") or none (""); see `barriers.release`.
+        maxima: whether every step takes the maxima of its S; without, a step whose tile is seen
+            in full subtracts what the sums so far suggest (see `softmax.grown`).
+        q_in_registers: whether Q is an operand in registers rather than in shared memory.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -42,6 +49,9 @@ class Config:
     turns: bool
     late: bool
     registers: int
+    pins: str = ""
+    maxima: bool = True
+    q_in_registers: bool = False
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):
@@ -56,9 +66,11 @@ class Config:
             )
         if self.q_buffers not in (1, 3):
             raise ValueError(f"q_buffers: got {self.q_buffers}; allowed: 1 or 3")
-        # Named barriers: two for each stage from 8 on, one turn for each warpgroup from 15 down.
-        if 8 + 2 * self.stages > 16 - self.warpgroups * self.turns:
-            raise ValueError(f"stages: got {self.stages}; there are 8 named barriers")
+        if self.pins not in ("", "k", "v", "kv"):
+            raise ValueError(f"pins: got {self.pins!r}; allowed: '', 'k', 'v' or 'kv'")
+        # Named barriers: two for each stage from 6 on, one turn for each warpgroup from 15 down.
+        if 6 + 2 * self.stages > 16 - self.warpgroups * self.turns:
+            raise ValueError(f"stages: got {self.stages}; there are 10 named barriers")
 
     @property
     def block_m(self) -> int:
@@ -76,18 +88,35 @@ def choose_forward(problem: Problem) -> Config:
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if width != width_v:  # O does not fit into Q's buffer
         return _WIDE
-    laden = problem.softcap > 0 or problem.alibi > 0
-    return _CONFIGS[width, problem.mask.right >= 0 or laden]
+    causal = problem.mask.right >= 0
+    if problem.softcap > 0 or problem.alibi > 0:  # ALiBi's logits may rise all along the keys
+        return _LADEN[width]
+    # float16 has no room for a P far over 1.
+    maxima = problem.dtype != torch.bfloat16
+    if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
+        return _LONG_64[maxima]
+    return _CONFIGS[width, causal, maxima]
 
 
-# H200, bf16, 16k tokens, medians of interleaved rounds: see docs/log.md.
-_WIDE = Config(2, 64, 2, q_buffers=1, turns=False, late=True, registers=240)
-_USUAL = Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)
+# H200, bf16, 16k tokens, ratio to FlashAttention-3 at N = 16k / 4k / 1k: see docs/log.md.
+_WIDE = Config(2, 64, 2, q_buffers=1, turns=True, late=True, registers=240, pins="kv")
+_LONG = 8192
+_TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160, pins="k")
+_USUAL_64 = Config(2, 128, 3, q_buffers=3, turns=True, late=False, registers=240, pins="k")
+_USUAL_128 = Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)
+_LADEN = {64: _USUAL_64, 128: _USUAL_128, 256: _WIDE}
+_LONG_64 = {True: _TALL_64, False: replace(_TALL_64, maxima=False)}
 _CONFIGS = {
-    (64, False): Config(3, 128, 2, q_buffers=3, turns=True, late=False, registers=160),
-    (64, True): Config(2, 128, 3, q_buffers=3, turns=False, late=False, registers=240),
-    (128, False): _USUAL,
-    (128, True): _USUAL,
-    (256, False): _WIDE,
-    (256, True): _WIDE,
+    (64, False, True): _TALL_64,
+    (64, False, False): replace(_TALL_64, maxima=False),
+    (64, True, True): _USUAL_64,
+    (64, True, False): replace(_USUAL_64, maxima=False),
+    (128, False, True): replace(_USUAL_128, q_in_registers=True),
+    (128, False, False): replace(_USUAL_128, q_in_registers=True, maxima=False),
+    (128, True, True): _USUAL_128,
+    (128, True, False): replace(_USUAL_128, maxima=False),
+    (256, False, True): _WIDE,
+    (256, False, False): replace(_WIDE, maxima=False),
+    (256, True, True): _WIDE,
+    (256, True, False): replace(_WIDE, maxima=False),
 }

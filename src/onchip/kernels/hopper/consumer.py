@@ -23,8 +23,10 @@ from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
 from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
+    grown,
     halves,
     logits,
+    rescaled,
     row_maximum,
     row_sums,
     scaled_sums,
@@ -56,6 +58,7 @@ class Walk(NamedTuple):
     acc: object  # (64, D_v) float32, without the last P V
     m: object  # (64,) running maximum of S
     l: object  # (64, 4) running sums of P
+    q: object  # (64, D) Q as wgmma's operand in registers, or 0
 
 
 @gluon.jit
@@ -86,7 +89,18 @@ def skip_v(skipped, count, at: Shared, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
+def _q_operand(i, at: Shared, C: gl.constexpr):
+    """Q's buffer `i` in registers, where the config asks for it."""
+    BN: gl.constexpr = C.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    if C.q_in_registers:
+        return plane(at.q.index(i), 64, C.width).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        return 0
+
+
+@gluon.jit
+def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once both are there.
 
     Where there is no tile (not `more`) it multiplies what is left in shared memory.
@@ -96,7 +110,8 @@ def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
     slot = count % C.stages
     mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
     wait_for_turn(W, C)
-    q = plane(at.q.index(i), 64, C.width)
+    if not C.q_in_registers:
+        q = plane(at.q.index(i), 64, C.width)
     k = plane(at.k.index(slot), C.block_n, C.width)
     zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -117,26 +132,31 @@ def _step(
     MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further; Q's buffer `i` became full in `phase`."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+    MAXIMA: gl.constexpr = MASKED or C.maxima
     unit = unit_of(terms, C)
-    s = _scores(i, count + 1, True, at, W, C)
+    s = _scores(i, walk.q, count + 1, True, at, W, C)
     acc = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
+    if not MAXIMA:  # while the tensor cores work
+        m, alpha = grown(walk.m, walk.l, unit)
     s = warpgroup_mma_wait(1, deps=[s])
     if C.late:
         release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
-    m = gl.maximum(walk.m, row_maximum(s))
-    base = base_of(m, MASKED) * unit
-    alpha = gl.exp2(walk.m * unit - base)
+    if MAXIMA:
+        m = gl.maximum(walk.m, row_maximum(s))
+        base = base_of(m, MASKED) * unit
+        alpha = gl.exp2(walk.m * unit - base)
+    else:
+        base = base_of(m, C.may_be_empty) * unit
     if not C.late:
         # Behind the maximum: a release keeps the wait for O below what stands above it.
         release(count + 1, 0, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-        acc = acc * gl.convert_layout(alpha, ROWS)[:, None]
+        acc = rescaled(acc, alpha, C)
     weights = gl.exp2(s * unit - base[:, None])
     l = scaled_sums(walk.l, alpha) + row_sums(weights)
     if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
@@ -145,8 +165,8 @@ def _step(
         release(count, 1, C)
     p = gl.convert_layout(weights.to(at.q.dtype), walk.p.type.layout)
     if C.late:
-        acc = acc * gl.convert_layout(alpha, ROWS)[:, None]
-    return Walk(p, acc, m, l)
+        acc = rescaled(acc, alpha, C)
+    return Walk(p, acc, m, l, walk.q)
 
 
 @gluon.jit
@@ -154,7 +174,7 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
     """Issues a tile's first S, of K tile `count` or the one behind it.
 
     Returns:
-        S, its K tile's number, how many K/V tiles were passed over, and `end_of_keys`.
+        S, its K tile's number, how many K/V tiles were passed over, `end_of_keys` and Q.
     """
     SKIPS: gl.constexpr = C.skips and C.warpgroups > W + 1
     end = end_of_keys(tile.row + W * 64 + 64, tile, n, C)
@@ -165,7 +185,8 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
         count += skipped
     i = (done % C.q_buffers) * C.warpgroups + W
     mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
-    return _scores(i, count, more, at, W, C), count, skipped, end
+    q = _q_operand(i, at, C)
+    return _scores(i, q, count, more, at, W, C), count, skipped, end, q
 
 
 @gluon.jit
@@ -211,10 +232,10 @@ def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
 
 @gluon.jit
 def _note_leaks(out, l, view: View, to: Outputs):
-    """Notes rows that are NaN or infinite although their weights are not."""
+    """Notes rows for `repair.py`: NaN or infinite although their weights are not, or overflowed."""
     sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
     _, inside = row_index(view)
-    leaks = (sums != 0.0) & (l == l) & inside
+    leaks = (((sums != 0.0) & (l == l)) | (l == float("inf"))) & inside
     gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
 
 
@@ -254,11 +275,22 @@ def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
-    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
+def _finish(
+    walk: Walk, o, unmasked, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+):
+    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf.
+
+    `unmasked`: whether there was a tile that its rows see in full. Without maxima a row has then
+    overflowed if its sum is inf, or 0, which no maximum gives: its LSE becomes inf.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
+    if not C.maxima:
+        overflows = (l == float("inf")) | ((l == 0.0) & unmasked)
     top, l, factor = with_sink(walk.m, l, view.tile.head, unit_of(terms, C), terms, C)
+    if not C.maxima:
+        top = gl.where(overflows, 0.0, top)
+        l = gl.where(overflows, float("inf"), l)
     store_lse(top, l, view, to, n, C)
     inverse = factor / l
     if C.may_be_empty:
@@ -298,14 +330,14 @@ def consumer(
         pass_turn(0, C)
     more, tile = tile_number(done, lengths, at, n, C)
     view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
-    s, count, skipped, end = _open(tile, more, 0, done, at, n, W, C)
+    s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
     weights, m, l = _first_weights(s, end, view, terms, n, C)
     p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
-    walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l)
+    walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
@@ -335,12 +367,13 @@ def consumer(
         o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
         if C.q_buffers == 1:  # the next Q comes late: finish this tile first
             acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
-            _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)
+            walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
+            _finish(walk, o, full > cut, view, terms, to, n, C)
         more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
         if C.q_buffers == 1:
             release_if(more, count, 1, C)
-        s, first, skipped, end = _open(tile, more, count + 1, done, at, n, W, C)
+        s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
         if C.q_buffers > 1:
             acc = _product(walk, count, at, C)
             pass_turn(NEXT, C)
@@ -359,8 +392,9 @@ def consumer(
         skip_v(skipped, count + 1, at, C)
         p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
         if C.q_buffers > 1:
-            _finish(Walk(walk.p, acc, walk.m, walk.l), o, view, terms, to, n, C)
-        walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l)
+            walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
+            _finish(walk, o, full > cut, view, terms, to, n, C)
+        walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q)
         view = following
         count = first
     tma.store_wait(0)

@@ -29,6 +29,7 @@ class FP8Config:
         serial: whether P V and the next S wait for each other, which saves registers.
         parts: in which P V is summed, D_v / parts at a time; serial only.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
+        pins, maxima: as of the 16-bit forward's `Config`, which shares parts with this one.
 
     Raises:
         ValueError: if the sizes do not go together.
@@ -45,6 +46,8 @@ class FP8Config:
     serial: bool = False
     parts: int = 1
     l2_bytes: int = L2_BUDGET_BYTES
+    pins: str = "kv"
+    maxima: bool = True
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):

@@ -1,10 +1,13 @@
-"""Makes rows again that a hidden value which is not finite has spoilt.
+"""Makes rows again that the forward could not finish.
 
-The forward multiplies hidden values by P = 0, and 0 * NaN is NaN. It notes in a counter that
-this happened; in almost every call it did not, and the programs here end at once.
+The forward multiplies hidden values by P = 0, and 0 * NaN is NaN. And where it does without
+maxima, a logit may stand so far above those before it that P is infinite. It notes in a counter
+that something of the kind happened; in almost every call it did not, and the programs here end
+at once.
 
-Method: a row is spoilt if its output is not finite but its LSE is (or is -inf: a row that sees
-no key). With the LSE at hand, P is exp(S - LSE) and one pass over the visible keys gives the
+Method: a row has overflowed if its LSE is inf; a pass over the visible keys, with maxima, gives
+the LSE anew. A row is spoilt if its output is not finite but its LSE is (or is -inf: a row that
+sees no key). With the LSE at hand, P is exp(S - LSE) and one pass over the visible keys gives the
 output anew. Values that are not finite count as 0 there; whether a row sees a NaN, an Inf or a
 -Inf is found by three more products, of the visibility with where those are. NaN in data is a
 user's mistake that must be seen in exactly the right rows, not a case to be fast in.
@@ -97,15 +100,52 @@ def _sequence(cu_seqlens_q, cu_seqlens_k, seqused_k, batch, seqlen_q, seqlen_k, 
 
 
 @triton.jit
-def _weights(s, lse, place, keys, visible, terms: Terms, C: tl.constexpr):
-    """exp(S - LSE) of what is visible, 0 elsewhere; `place` is i + S_k - S_q of each row."""
+def _logits(
+    q, stride_qs, k: Rows, rows, keys, sequence: Sequence, terms: Terms, BD: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Base 2 logits of some rows and keys (BM, BN) float32, -inf where a row does not see a key."""
+    row_inside = (rows < sequence.seqlen_q)[:, None]
+    inside = (keys < sequence.seqlen_k)[:, None]
+    k_rows = _start(k, keys, keys < sequence.seqlen_k, C)[:, None]
+    s = tl.zeros([rows.shape[0], keys.shape[0]], tl.float32)
+    for d in tl.range(0, D, BD, num_stages=1):
+        at = (d + tl.arange(0, BD))[None, :]
+        row_index = rows.to(tl.int64)[:, None]
+        q_tile = tl.load(q + row_index * stride_qs + at, row_inside & (at < D), 0.0)
+        k_tile = tl.load(k_rows + at, inside & (at < D), 0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile), s)
+    place = rows + (sequence.seqlen_k - sequence.seqlen_q)
     if C.has_softcap:
         s = terms.softcap - 2.0 * terms.softcap / (tl.exp2(s * terms.scale * 2.0 * LOG2E) + 1.0)
     else:
         s = s * terms.scale
     if C.alibi_dim > 0:
         s -= terms.slope * tl.abs(place[:, None] - keys[None, :]).to(tl.float32)
-    return tl.where(visible, tl.exp2(s - lse[:, None] * LOG2E), 0.0)
+    visible = inside.trans(1, 0) & row_inside
+    if C.has_right:
+        visible = visible & (keys[None, :] <= place[:, None] + terms.right)
+    if C.has_left:
+        visible = visible & (keys[None, :] >= place[:, None] - terms.left)
+    return tl.where(visible, s, float("-inf")), visible
+
+
+@triton.jit
+def _new_lse(
+    q, stride_qs, k: Rows, rows, sequence: Sequence, terms: Terms, sink, BN: tl.constexpr,
+    BD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The rows' LSE by the online softmax, (BM,) float32."""
+    m = tl.zeros([rows.shape[0]], tl.float32) + sink
+    l = tl.where(m == float("-inf"), 0.0, 1.0)
+    for n in tl.range(0, sequence.seqlen_k, BN, num_stages=1):
+        keys = n + tl.arange(0, BN)
+        s, _ = _logits(q, stride_qs, k, rows, keys, sequence, terms, BD, D, C)
+        new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
+        m = new
+    return (m + tl.log2(l)) / LOG2E
 
 
 @triton.jit
@@ -116,31 +156,16 @@ def _again(
     """BD columns of the rows' outputs, from `column` on, (BM, BD) float32."""
     BM: tl.constexpr = rows.shape[0]
     columns = (column + tl.arange(0, BD))[None, :]
-    shift = sequence.seqlen_k - sequence.seqlen_q
-    row_inside = (rows < sequence.seqlen_q)[:, None]
     acc = tl.zeros([BM, BD], tl.float32)
     nans = tl.zeros([BM, BD], tl.float32)
     highs = tl.zeros([BM, BD], tl.float32)
     lows = tl.zeros([BM, BD], tl.float32)
     for n in tl.range(0, sequence.seqlen_k, BN, num_stages=1):
         keys = n + tl.arange(0, BN)
-        inside = (keys < sequence.seqlen_k)[:, None]
-        k_rows = _start(k, keys, keys < sequence.seqlen_k, C)[:, None]
+        s, visible = _logits(q, stride_qs, k, rows, keys, sequence, terms, BD, D, C)
+        p = tl.where(visible, tl.exp2(s - lse[:, None] * LOG2E), 0.0)
         v_rows = _start(v, keys, keys < sequence.seqlen_k, C)[:, None]
-        s = tl.zeros([BM, BN], tl.float32)
-        for d in tl.range(0, D, BD, num_stages=1):
-            at = (d + tl.arange(0, BD))[None, :]
-            row_index = rows.to(tl.int64)[:, None]
-            q_tile = tl.load(q + row_index * stride_qs + at, row_inside & (at < D), 0.0)
-            k_tile = tl.load(k_rows + at, inside & (at < D), 0.0)
-            s = tl.dot(q_tile, tl.trans(k_tile), s)
-        place = rows + shift
-        visible = inside.trans(1, 0) & row_inside
-        if C.has_right:
-            visible = visible & (keys[None, :] <= place[:, None] + terms.right)
-        if C.has_left:
-            visible = visible & (keys[None, :] >= place[:, None] - terms.left)
-        p = _weights(s, lse, place, keys, visible, terms, C)
+        inside = (keys < sequence.seqlen_k)[:, None]
         v_tile = tl.load(v_rows + columns, inside & (columns < C.dim_v), 0.0)
         seen = visible.to(v_tile.dtype)
         acc += tl.dot(p.to(v_tile.dtype), tl.where(_is_finite(v_tile), v_tile, 0.0))
@@ -155,6 +180,7 @@ def _again(
 @triton.jit(do_not_specialize=_NUMBERS)
 def attn_repair_hopper(
     q, k, v, out, lse, counters, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, slopes,
+    sinks,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64,
@@ -193,12 +219,23 @@ def attn_repair_hopper(
         if C.alibi_dim > 0:
             slope = tl.load(slopes + (batch * num_heads if C.alibi_dim == 2 else 0) + head) * LOG2E
         terms = Terms(scale, softcap, slope, left, right)
+        has_overflowed = inside & (own_lse == float("inf"))
+        overflows = tl.max(has_overflowed.to(tl.int32), 0) > 0
+        if overflows:
+            sink = float("-inf")
+            if C.has_sinks:
+                sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            new_lse = _new_lse(queries, stride_qs, k_rows, rows, sequence, terms, sink,
+                               BN, BD, D, C)  # fmt: skip
+            own_lse = tl.where(has_overflowed, new_lse, own_lse)
+            tl.store(lse + lse_start + rows, own_lse, mask=has_overflowed)
         for column in tl.range(0, C.dim_v, BD, num_stages=1):
             columns = (column + tl.arange(0, BD))[None, :]
             pointers = out + ((first + rows) * num_heads + head)[:, None] * C.dim_v + columns
             mask = inside[:, None] & (columns < C.dim_v)
             own = tl.load(pointers, mask=mask, other=0.0)
             spoilt = (tl.max((~_is_finite(own)).to(tl.int32), 1) > 0) & (own_lse < float("inf"))
+            spoilt = spoilt | has_overflowed
             if tl.max(spoilt.to(tl.int32), 0) > 0:
                 new = _again(queries, stride_qs, k_rows, v_rows, rows, own_lse,
                              column, sequence, terms, BN, BD, D, C)  # fmt: skip
@@ -242,6 +279,7 @@ def repair_call(
         counters,
         *(counters if x is None else x for x in lengths_of(tensors)),
         lse if tensors.alibi_slopes is None else tensors.alibi_slopes,
+        lse if tensors.sinks is None else tensors.sinks,
         *forward.repair_numbers,
     )
     return launch, arguments

@@ -105,6 +105,60 @@ def base_of(m, GUARDED: gl.constexpr):
 
 
 @gluon.jit
+def grown(m, l, unit):
+    """What the next tile's S is held against in place of its maximum.
+
+    A sum tells how far the logits so far have risen above `m`: beyond 2^24 it moves on. P of the
+    next tile may exceed that by 2^100 before float32 and bfloat16 overflow; rows in which it does
+    have the sum inf, and `repair.py` makes them again. A power of two costs no rounding.
+
+    Returns:
+        the new `m`, and the factor on O and the sums.
+    """
+    top = gl.convert_layout(gl.max(l, 1), m.type.layout, assert_trivial=True)
+    grows = (top > 16777216.0) & (top < float("inf"))
+    return gl.where(grows, m + 24.0 * (1.0 / unit), m), gl.where(grows, 1.0 / 16777216.0, 1.0)
+
+
+@gluon.constexpr_function
+def _products(number):
+    """Assembly: a thread's values of two rows, times the rows' factors if the warp has one not 1.
+
+    Operands: results, values, factors; values lie in turns of two for each of the rows.
+    """
+    factors = (2 * number, 2 * number + 2)
+    moves = " ".join(f"mov.b32 ${i}, ${number + i};" for i in range(number))
+    tests = f"setp.ne.f32 p, ${factors[0]}, 1.0; setp.ne.or.f32 p, ${factors[1]}, 1.0, p;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${factors[i // 2 % 2]};" for i in range(number))
+    vote = "vote.sync.any.pred p, p, 0xffffffff; @!p bra over;"
+    return f"{{ .reg .pred p; {moves} {tests} {vote} {products} over: }}"
+
+
+@gluon.constexpr_function
+def _operands(number):
+    return ",".join(["=&f"] * number + ["f"] * (2 * number))
+
+
+@gluon.jit
+def rescaled(acc, factor, C: gl.constexpr):
+    """O times a factor for each row.
+
+    Without maxima the factors are 1 in almost every step, and a warp passes over the products.
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
+    if C.maxima:
+        return acc * factor
+    else:
+        NUMBER: gl.constexpr = acc.shape[1] // 2  # of a thread's values
+        ASM: gl.constexpr = _products(NUMBER)
+        OPERANDS: gl.constexpr = _operands(NUMBER)
+        factors = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, LAYOUT) + factor
+        return gl.inline_asm_elementwise(ASM, OPERANDS, [acc, factors], dtype=gl.float32,
+                                         is_pure=True, pack=NUMBER)  # fmt: skip
+
+
+@gluon.jit
 def with_sink(m, l, head, unit, terms: Terms, C: gl.constexpr):
     """Adds exp(sink) to the denominators: (base 2 maximum, denominator, factor on O)."""
     top = m * unit
