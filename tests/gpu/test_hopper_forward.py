@@ -116,6 +116,19 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(forward, dim, p
             check(call, *forward.launch(call.problem, call.tensors))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_that_overflow_are_made_again(forward, dim, causal):
+    """Keys that are walked last have logits that stand 2^128 above the others'."""
+    case = Case((1000, 1000), (1300, 1300), heads=4, dim=dim, dim_v=dim, dtype=BF16, causal=causal)
+    call = build(case, "cuda")
+    for x in (call.tensors.k[0], call.sequences[0][1]):
+        x[:40] *= 60.0
+    out, lse = forward.launch(call.problem, call.tensors)
+    check(call, out, lse)
+    assert lse[0].abs().max() > 128 * math.log(2.0)
+
+
 def test_strides_of_a_fused_projection_and_gradients():
     x = torch.randn(2, 333, 3, 4, 64, device="cuda", dtype=BF16)
     q, k, v = x.unbind(2)

@@ -36,7 +36,7 @@ class Code:
 
     Args:
         config: its fields are read through this object.
-        dim_v: D_v.
+        dim, dim_v: D and D_v.
         width, width_v: D and D_v in shared memory, padded to powers of two; TMA writes zeros.
         has_left, has_right: which edges the mask has.
         cuts_two: whether the right edge may cut two K/V tiles of a warpgroup rather than one.
@@ -51,6 +51,7 @@ class Code:
     """
 
     config: Config
+    dim: int
     dim_v: int
     width: int
     width_v: int
@@ -76,6 +77,16 @@ class Code:
         if 0 < self.page_size < self.block_n and self.block_n % self.page_size == 0:
             return self.page_size, 64
         return self.block_n, 0
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """First columns and widths, powers of two, of what Q K^T multiplies: D, not its padding."""
+        found, start, rest = [], 0, -(-self.dim // 16) * 16  # 16: what an instruction takes
+        while rest > 0:
+            size = 1 << (rest.bit_length() - 1)
+            found.append((start, size))
+            start, rest = start + size, rest - size
+        return tuple(found)
 
     @property
     def is_ragged(self) -> bool:
@@ -253,6 +264,7 @@ def code_of(config: Config, problem: Problem) -> Code:
     reach = problem.seqlen_k - problem.seqlen_q + problem.mask.right
     return Code(
         config=config,
+        dim=problem.head_dim,
         dim_v=problem.head_dim_v,
         width=padded(problem.head_dim),
         width_v=padded(problem.head_dim_v),

@@ -86,20 +86,25 @@ def padded(head_dim: int) -> int:
 def choose_forward(problem: Problem) -> Config:
     """The forward's config for a problem: a pure function, no device is asked."""
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    if width != width_v:  # O does not fit into Q's buffer
-        return _WIDE
     causal = problem.mask.right >= 0
-    if problem.softcap > 0 or problem.alibi > 0:  # ALiBi's logits may rise all along the keys
+    # ALiBi's logits may rise all along the keys, and float16 has no room for a P far over 1.
+    laden = problem.softcap > 0 or problem.alibi > 0
+    maxima = laden or problem.dtype != torch.bfloat16
+    if width != width_v:  # O does not fit into Q's buffer
+        return _UNEQUAL[maxima]
+    if laden:
         return _LADEN[width]
-    # float16 has no room for a P far over 1.
-    maxima = problem.dtype != torch.bfloat16
     if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
         return _LONG_64[maxima]
-    return _CONFIGS[width, causal, maxima]
+    config = _CONFIGS[width, causal, maxima]
+    if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
+        return replace(config, q_in_registers=False)
+    return config
 
 
 # H200, bf16, 16k tokens, ratio to FlashAttention-3 at N = 16k / 4k / 1k: see docs/log.md.
 _WIDE = Config(2, 64, 2, q_buffers=1, turns=True, late=True, registers=240, pins="kv")
+_UNEQUAL = {True: replace(_WIDE, stages=3), False: replace(_WIDE, stages=3, maxima=False)}
 _LONG = 8192
 _TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160, pins="k")
 _USUAL_64 = Config(2, 128, 3, q_buffers=3, turns=True, late=False, registers=240, pins="k")

@@ -100,6 +100,17 @@ def _q_operand(i, at: Shared, C: gl.constexpr):
 
 
 @gluon.jit
+def _columns(q, k, s, NUMBER: gl.constexpr, C: gl.constexpr):
+    """Issues what some columns of Q and K add to S."""
+    START: gl.constexpr = C.pieces[NUMBER][0]
+    SIZE: gl.constexpr = C.pieces[NUMBER][1]
+    if C.width > SIZE:
+        q = q.slice(START, SIZE, 1)
+        k = k.slice(START, SIZE, 0)
+    return warpgroup_mma(q, k, s, use_acc=START > 0, is_async=True)
+
+
+@gluon.jit
 def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once both are there.
 
@@ -110,11 +121,16 @@ def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
     slot = count % C.stages
     mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
     wait_for_turn(W, C)
-    if not C.q_in_registers:
+    k = plane(at.k.index(slot), C.block_n, C.width).permute((1, 0))
+    s = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    if C.q_in_registers:
+        return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    else:
         q = plane(at.q.index(i), 64, C.width)
-    k = plane(at.k.index(slot), C.block_n, C.width)
-    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        NUMBER: gl.constexpr = len(C.pieces)
+        for piece in gl.static_range(NUMBER):
+            s = _columns(q, k, s, piece, C)
+        return s
 
 
 @gluon.jit
