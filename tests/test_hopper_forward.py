@@ -78,7 +78,8 @@ def _entries() -> list[dict]:
     # Sums that overflow (rise), or do not; bfloat16 is what runs so, float16 what can be tested.
     for dim, name, rise in (
         (64, "full", 60.0), (64, "causal", 60.0), (64, "causal_long", 60.0),
-        (64, "sinks_long", 60.0), (64, "more_keys", 1.0), (128, "full", 1.0), (128, "packed_causal", 1.0),
+        (64, "sinks_long", 60.0), (64, "more_keys", 1.0), (128, "full", 1.0),
+        (128, "packed_causal", 1.0),
         (256, "full", 1.0), (256, "window", 1.0),
     ):  # fmt: skip
         case = replace(SUMMED.get(name) or CASES[name], dim=dim, dim_v=dim, dtype=torch.float16)
