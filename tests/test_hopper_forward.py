@@ -60,6 +60,8 @@ SOME = ("tails", "more_keys", "window", "packed_causal", "terms")
 DIMS = {(64, 64): tuple(CASES), (128, 128): (*SOME, "full", "causal", "more_queries"),
         (256, 256): WIDE, (192, 128): SOME, (80, 40): SOME}  # fmt: skip
 SUMMED = {
+    # Row 64's last key is the last of a tile: the edge stands between tiles.
+    "edge": Case((200,), (301,), window=(-1, 90)),
     "sinks_long": Case((70,), (400,), heads=1, sinks=True),
     "causal_long": Case((70, 70), (500, 500), heads=1, causal=True),
 }
@@ -80,7 +82,7 @@ def _entries() -> list[dict]:
         (64, "full", 60.0), (64, "causal", 60.0), (64, "causal_long", 60.0),
         (64, "sinks_long", 60.0), (64, "more_keys", 1.0), (128, "full", 1.0),
         (128, "packed_causal", 1.0),
-        (256, "full", 1.0), (256, "window", 1.0),
+        (256, "full", 1.0), (256, "window", 1.0), (64, "edge", 1.0),
     ):  # fmt: skip
         case = replace(SUMMED.get(name) or CASES[name], dim=dim, dim_v=dim, dtype=torch.float16)
         config = asdict(_without_maxima(build(case).problem))

@@ -296,13 +296,14 @@ def _finish(
 ):
     """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf.
 
-    `unmasked`: whether there was a tile that its rows see in full. Without maxima a row has then
-    overflowed if its sum is inf, or 0, which no maximum gives: its LSE becomes inf.
+    `unmasked`: whether there was a tile that its rows see in full. Without maxima a row's sum may
+    then have grown too far, or have begun without a maximum, where a masked tile gave -inf: its
+    LSE becomes inf.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     if not C.maxima:
-        overflows = (l == float("inf")) | ((l == 0.0) & unmasked)
+        overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
     top, l, factor = with_sink(walk.m, l, view.tile.head, unit_of(terms, C), terms, C)
     if not C.maxima:
         top = gl.where(overflows, 0.0, top)

@@ -181,11 +181,15 @@ def start_of_keys(row, tile: Tile, n: Sizes, C: gl.constexpr):
 
 @gluon.jit
 def num_cut_on_the_right(row, end, tile: Tile, n: Sizes, C: gl.constexpr):
-    """K/V tiles before `end` that the right edge cuts for row `row` or later ones; at least one."""
+    """K/V tiles before `end` that the right edge cuts for row `row` or later ones; at least one.
+
+    The tile with the row's own last key counts, even where it is the last of the tile: without
+    maxima every row needs one from a masked tile.
+    """
     cut = 1
     if C.cuts_two:
         reach = tile.seqlen_k - tile.seqlen_q + n.right
-        cut = gl.maximum(end - gl.maximum(row + reach + 1, 0) // C.block_n, 1)
+        cut = gl.maximum(end - gl.maximum(row + reach, 0) // C.block_n, 1)
     return cut
 
 
