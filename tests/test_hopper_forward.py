@@ -202,7 +202,7 @@ def test_a_call_is_prepared_anew_until_its_addresses_have_come_twice(monkeypatch
     described = found.launch.replayed[-1][:4]
     assert [x.base.data_ptr() for x in described] == [32, 33, 34, 35]
     assert found.launch.replayed[-1][4:13] == [35, 36, 37, 37, 37, 37, 37, 36, 36]
-    assert found.repair.replayed[-1] == [*range(32, 38), 37, 37, 37, 37, 36, 7, 8]
+    assert found.repair.replayed[-1] == [*range(32, 38), 37, 37, 37, 37, 36, 36, 7, 8]
     for start in range(1000):  # memory stays bounded
         found.launch_at(_addresses(16 * start))
     assert len(found._seen) <= arguments._MAX_CALLS

@@ -217,7 +217,7 @@ class Resolved:
         calls = [(self.launch, arguments)]
         if self.code.may_leak:
             assert self.repair is not None
-            arguments = (q, k, v, out, lse, counters, *lengths, terms[0], *self.repair_numbers)
+            arguments = (q, k, v, out, lse, counters, *lengths, *terms, *self.repair_numbers)
             calls.append((self.repair, arguments))
         return calls
 
