@@ -96,6 +96,31 @@ def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
 
 
+def hopper(folder: Path = RESULTS / "h200") -> str:
+    """The Hopper kernels beside the best that ran with them, from two results.
+
+    Args:
+        folder: holds hopper_forward.json (beside FlashAttention-3) and hopper_backward.json
+            (beside cuDNN), whose cells have `dim`, `length`, `causal` and `tflops` by name.
+    """
+    found: dict[tuple, list[str]] = {}
+    for part, peer in (("forward", "fa3"), ("backward", "cudnn")):
+        report = json.loads((folder / f"hopper_{part}.json").read_text(encoding="utf-8"))
+        for cell in report["cells"]:
+            speed, other = cell["tflops"]["onchip"], cell["tflops"][peer]
+            words = [f"{speed:.0f}", f"{other:.0f}", f"{speed / other:.2f}x"]
+            key = (cell["dim"], cell["length"], cell["causal"])
+            found[key] = found.get(key, []) + words
+    where = "{device}, torch {torch}, triton {triton}, {date}, bfloat16, TFLOP/s".format(**report)
+    rows = [
+        [str(dim), str(length), "causal" if causal else "full", *words]
+        for (dim, length, causal), words in sorted(found.items())
+        if len(words) == 6
+    ]
+    head = ["D", "N", "mask", "forward", "FlashAttention-3", "", "backward", "cuDNN", ""]
+    return f"{where}:\n\n{table(head, rows)}"
+
+
 def kernels_alone(path: Path = RESULTS / "h200" / "portable_kernels.json") -> str:
     """The portable kernels without a call's host time, beside torch's FlashAttention-2."""
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -297,6 +322,7 @@ PAGES = {
         "counters",
         "cpu",
         "kernels_alone",
+        "hopper",
         "gpu",
         "varied",
         "decode",
@@ -310,6 +336,7 @@ TABLES = {
     "published": published,
     "counters": counters,
     "cpu": cpu,
+    "hopper": hopper,
     "gpu": gpu,
     "kernels_alone": kernels_alone,
     "varied": varied,
