@@ -41,7 +41,7 @@ FLOAT8 = (
 #: D, D_v and features that lead `choose_backward` to each of its configs.
 BACKWARDS = (
     *((dim, None, {}) for dim in DIMS), (128, None, {"causal": True}),
-    (256, None, {"window": (512, 0)}), (64, 128, {}),
+    *((dim, None, {"window": (512, 0)}) for dim in (128, 256)), (64, 128, {}),
     *((dim, None, {"seqlen": 1024, "batch": 8, "causal": True}) for dim in (64, 128)),
 )  # fmt: skip
 PARTS = {"keys": "dkdv", "queries": "dq"}

@@ -163,6 +163,13 @@ def test_configs_are_chosen_by_head_dimension():
     assert not choose_backward(_problem(head_dim=128, head_dim_v=64)).apart
     assert not choose_backward(_problem(head_dim=64, head_dim_v=128)).pair
     assert choose_backward(_problem(head_dim=192, head_dim_v=128)).apart
+    for changes, tiles in (
+        ({}, 3), ({"softcap": 5.0}, 2), ({"mask": Mask(left=100, right=0)}, 2),
+        ({"mask": Mask(right=7)}, 2),
+        ({"layout_q": Layout.PACKED, "layout_k": Layout.PACKED}, 2),
+    ):  # fmt: skip
+        problem = _problem(head_dim=128, head_dim_v=128, **changes)
+        assert choose_backward(problem).p_buffers == tiles, changes
 
 
 @pytest.mark.parametrize(
