@@ -16,7 +16,7 @@ from onchip.kernels.hopper.backward_walk import (
     Sources,
     edge_index,
     load_keys,
-    load_queries,
+    load_tile,
     plan_keys,
     store_keys,
     tile_at,
@@ -34,7 +34,6 @@ from onchip.kernels.hopper.gluon_names import (
     gl,
     mbarrier,
     tma,
-    tma_load,
     tma_reduce_add,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -110,10 +109,10 @@ def load(
     total = (walk.edges + walk.inner) * sizes.group
     _load_own(sources.k, S.k, S.kv_full.index(0), walk, D, SPEC)
     if total > 0:  # S wants Q before dP wants V
-        _load_tile(sources, S, walk, 0, sizes, SPEC)
+        load_tile(sources, S, walk, 0, 0, sizes, SPEC)
     _load_own(sources.v, S.v, S.kv_full.index(1), walk, DV, SPEC)
     for i in range(1, total):
-        _load_tile(sources, S, walk, i, sizes, SPEC)
+        load_tile(sources, S, walk, i, i, sizes, SPEC)
     mbarrier.wait(S.done.index(0), 0)
     for h in gl.static_range(N):
         store_keys(dv_desc, walk, walk.head, walk.own + h * PIECE, S.v.index(h), PIECE, DV)
@@ -129,29 +128,6 @@ def _load_own(desc, to, bar, walk, D: gl.constexpr, SPEC: gl.constexpr):
     mbarrier.expect(bar, SPEC.block_n * D * 2)
     for h in gl.static_range(N):
         load_keys(desc, walk, walk.head, walk.own + h * PIECE, bar, to.index(h), PIECE, D)
-
-
-@gluon.jit
-def _load_tile(sources, S, walk, i, sizes, SPEC: gl.constexpr):
-    BM: gl.constexpr = SPEC.block_m
-    D: gl.constexpr = SPEC.dim
-    DV: gl.constexpr = SPEC.dim_v
-    head, m = tile_at(walk, i, sizes.group)
-    head += walk.head * sizes.group
-    row = m * BM
-    line = walk.line + head * walk.stride + row
-    stage = i % SPEC.stages
-    phase = ((i // SPEC.stages) & 1) ^ 1
-    bar = S.q_full.index(stage)
-    mbarrier.wait(S.q_empty.index(stage), phase)
-    mbarrier.expect(bar, BM * D * 2 + BM * 4)
-    load_queries(sources.q, walk, head, row, bar, S.q.index(stage), BM, D)
-    tma_load(sources.lse, [line], bar, S.lse.index(stage))
-    bar = S.do_full.index(stage)
-    mbarrier.wait(S.do_empty.index(stage), phase)
-    mbarrier.expect(bar, BM * DV * 2 + BM * 4)
-    load_queries(sources.do, walk, head, row, bar, S.do.index(stage), BM, DV)
-    tma_load(sources.delta, [line], bar, S.delta.index(stage))
 
 
 @gluon.jit

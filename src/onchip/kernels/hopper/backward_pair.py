@@ -16,12 +16,11 @@ from onchip.kernels.hopper.backward_walk import (
     Sources,
     edge_index,
     load_keys,
-    load_queries,
+    load_tile,
     meet_keys,
     num_tiles,
     plan_keys,
     store_keys,
-    tile_at,
 )
 from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers
 from onchip.kernels.hopper.gluon_names import (
@@ -29,7 +28,6 @@ from onchip.kernels.hopper.gluon_names import (
     gl,
     mbarrier,
     tma,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -128,31 +126,8 @@ def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     for n in range(num_tiles(sizes, SPEC)):
         walk, keys = meet_keys(sizes, n, start, SPEC)
         for t in range(keys.start, keys.end):
-            _load_tile(sources, S, walk, keys, t, sizes, SPEC)
+            load_tile(sources, S, walk, t - keys.start, t, sizes, SPEC)
         start = keys.end
-
-
-@gluon.jit
-def _load_tile(sources, S, walk, keys, t, sizes, SPEC: gl.constexpr):
-    BM: gl.constexpr = SPEC.block_m
-    D: gl.constexpr = SPEC.dim
-    DV: gl.constexpr = SPEC.dim_v
-    head, m = tile_at(walk, t - keys.start, sizes.group)
-    head += walk.head * sizes.group
-    row = m * BM
-    line = walk.line + head * walk.stride + row
-    stage = t % SPEC.stages
-    phase = ((t // SPEC.stages) & 1) ^ 1
-    bar = S.q_full.index(stage)
-    mbarrier.wait(S.q_empty.index(stage), phase)
-    mbarrier.expect(bar, BM * D * 2 + BM * 4)
-    load_queries(sources.q, walk, head, row, bar, S.q.index(stage), BM, D)
-    tma_load(sources.lse, [line], bar, S.lse.index(stage))
-    bar = S.do_full.index(stage)
-    mbarrier.wait(S.do_empty.index(stage), phase)
-    mbarrier.expect(bar, BM * DV * 2 + BM * 4)
-    load_queries(sources.do, walk, head, row, bar, S.do.index(stage), BM, DV)
-    tma_load(sources.delta, [line], bar, S.delta.index(stage))
 
 
 @gluon.jit

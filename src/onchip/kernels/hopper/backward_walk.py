@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.gluon_names import as_tiles, gl, tma_load, tma_store
+from onchip.kernels.hopper.gluon_names import as_tiles, gl, mbarrier, tma_load, tma_store
 
 #: Rows of LSE, D and the float32 dQ that belong to one sequence only.
 STATS_BLOCK = gl.constexpr(128)
@@ -295,6 +295,31 @@ def load_queries(desc, walk, head, row, bar, to, ROWS: gl.constexpr, D: gl.const
     SHAPE: gl.constexpr = [1, 1, ROWS, 1, D]
     place = [walk.q_batch, walk.q_end, walk.q_row + row, head, 0]
     tma_load(desc, place, bar, as_tiles(to, desc, SHAPE))
+
+
+@gluon.jit
+def load_tile(sources, S, walk, i, t, sizes, SPEC: gl.constexpr):
+    """Loads tile i of a walk over queries, as step t: Q and LSE, then dO and D, each as soon as
+    all have read what was there."""
+    BM: gl.constexpr = SPEC.block_m
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    head, m = tile_at(walk, i, sizes.group)
+    head += walk.head * sizes.group
+    row = m * BM
+    line = walk.line + head * walk.stride + row
+    stage = t % SPEC.stages
+    phase = ((t // SPEC.stages) & 1) ^ 1
+    bar = S.q_full.index(stage)
+    mbarrier.wait(S.q_empty.index(stage), phase)
+    mbarrier.expect(bar, BM * D * 2 + BM * 4)
+    load_queries(sources.q, walk, head, row, bar, S.q.index(stage), BM, D)
+    tma_load(sources.lse, [line], bar, S.lse.index(stage))
+    bar = S.do_full.index(stage)
+    mbarrier.wait(S.do_empty.index(stage), phase)
+    mbarrier.expect(bar, BM * DV * 2 + BM * 4)
+    load_queries(sources.do, walk, head, row, bar, S.do.index(stage), BM, DV)
+    tma_load(sources.delta, [line], bar, S.delta.index(stage))
 
 
 @gluon.jit
