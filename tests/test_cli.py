@@ -310,3 +310,16 @@ def test_generate_refuses_what_the_model_can_not_do(capsys, tiny_model):
     assert "allowed: 64" in capsys.readouterr().err
     assert cli.main(["generate", tiny_model, "w3", "--chat"]) == 2
     assert "chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("explain --device cuda --arch sm_xyz", "--arch"),
+        ("explain --device cuda --arch sm_", "--arch"),
+        ("explain --batch 1000000000000 --gpu H200", "--batch"),
+    ],
+)
+def test_what_names_no_gpu_or_too_many_sequences_is_refused(line, words):
+    result = run(*line.split())
+    assert result.returncode == 2 and words in result.stderr + result.stdout

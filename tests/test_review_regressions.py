@@ -165,3 +165,75 @@ def test_hopper_is_explained_with_its_own_tiles():
     told = str(onchip.explain(x, x, x).on("H200"))
     assert "hopper" in told and "warpgroups=2, block_n=128" in told
     assert "not known" not in told
+
+
+def test_the_decode_leaves_more_pieces_than_a_grid_holds_to_others():
+    x = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    many, keys = x.expand(70_000, -1, -1, -1), x.expand(70_000, 1024, -1, -1)
+    told = onchip.explain(many, keys, keys).on("H200")
+    assert told.chosen not in (None, "decode")
+    assert told.rejected["decode"] == ["takes up to 65535 pieces of sequences, not 70000"]
+    few = onchip.explain(many[:512], keys[:512], keys[:512], num_splits=128).on("H200")
+    assert few.rejected["decode"] == ["takes up to 65535 pieces of sequences, not 65536"]
+
+
+@pytest.mark.parametrize("gpu", ["H200", "A100 80GB", "MI300X"])
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)], ids=str)
+def test_calls_without_work_are_explained(gpu, shape):
+    batch, length = shape
+    q = torch.zeros(batch, length, 2, 64, dtype=torch.float16)
+    k = torch.zeros(batch, 1024, 2, 64, dtype=torch.float16)
+    told = onchip.explain(q, k, k).on(gpu)
+    assert told.chosen and told.prediction is None and told.why_no_prediction
+
+
+def _heads(length: int, batch: int | None = 1) -> torch.Tensor:
+    lead = (length,) if batch is None else (batch, length)
+    return torch.randn(*lead, 2, 16, dtype=torch.float16)
+
+
+def test_rotary_tables_reach_every_key_that_is_quantised():
+    table = torch.rand(8, 4)
+    q = _heads(8)
+    for rows in (0, 3):
+        short = {"rotary_cos": table[:rows], "rotary_sin": table[:rows]}
+        with pytest.raises(ValueError, match=f"rotary_cos: got {rows} positions; .* at least 8"):
+            onchip.quantize_qkv(q, q, q, **short)
+    with pytest.raises(ValueError, match="q: got 8 queries; allowed: up to 5, the keys"):
+        k = _heads(5)
+        onchip.quantize_qkv(q, k, k, rotary_cos=table, rotary_sin=table)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"cu_seqlens_q": [0, 2, 50]}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 5, 3]}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": [1, 2, 8]}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 3, 7]}, "cu_seqlens_q"),
+        ({"cu_seqlens_k": [0, 4, 9]}, "cu_seqlens_k"),
+        ({"seqused_k": [6, 4]}, "seqused_k"),
+        ({"seqused_k": [-4, 5]}, "seqused_k"),
+    ],
+    ids=str,
+)
+def test_offsets_of_quantised_sequences_are_checked(given, name):
+    x = _heads(8, None)
+    offsets = {"cu_seqlens_q": [0, 3, 8], "cu_seqlens_k": [0, 4, 8], **given}
+    tensors = {key: torch.tensor(value, dtype=torch.int32) for key, value in offsets.items()}
+    with pytest.raises(ValueError, match=name):
+        onchip.quantize_qkv(x, x, x, **tensors)
+
+
+@pytest.mark.parametrize("scale", ["block", "head", "tensor"])
+def test_no_sequences_can_be_quantised(scale):
+    x = _heads(8, 0)
+    assert onchip.attention(onchip.quantize_qkv(x, x, x, scale=scale)).shape == x.shape
+
+
+def test_fields_of_a_quantised_call_must_fit_each_other():
+    x = _heads(200)
+    found = onchip.quantize_qkv(x, x, x)
+    wrong = replace(found, q_scale=found.q_scale[:, :1])
+    with pytest.raises(ValueError, match="q: got an FP8QKV with q_scale of shape"):
+        onchip.attention(wrong)

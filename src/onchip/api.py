@@ -92,7 +92,7 @@ def attention(
     """
     given: tuple = (q, k, v, alibi_slopes, sinks)
     asked = None
-    is_plain = dropout_p == 0 and score_mod is None and mask_mod is None
+    is_plain = type(dropout_p) is float and dropout_p == 0 and score_mod is mask_mod is None
     if is_plain and repeats.may_repeat(q):
         numbers = (return_lse, deterministic, num_splits, kernel, causal, scale, softcap, window)
         found, asked = repeats.lookup(given, numbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -28,6 +29,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+#: Of a call that is explained: a list with an entry for each is made.
+_MOST_SEQUENCES = 1 << 20
 _ENGINE_PACKAGES = ("gguf", "numpy", "safetensors", "tokenizers")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Causal = Annotated[bool, typer.Option(help="A query sees no later key (bottom-right aligned).")]
@@ -148,6 +151,8 @@ def _explain(
     if arch is not None and _device(device).type == "cpu":
         fix = "Add --device cuda, or leave --arch out."
         validate.reject("--arch", arch, "nothing with --device cpu: it names a GPU", fix)
+    if arch is not None and not re.fullmatch(r"sm_\d+|gfx[0-9a-f]+", arch):
+        validate.reject("--arch", repr(arch), "sm_ or gfx and a number", "E.g. sm_90 or gfx942.")
     problem = dense_problem(
         batch=batch,
         seqlen_q=seqlen,
@@ -203,6 +208,9 @@ def dense_problem(
     for name, size in sizes.items():
         option = "--" + options.get(name, name).replace("_", "-")
         validate.count(option, size, 0 if name in may_be_zero else 1)
+    if sizes["batch"] > _MOST_SEQUENCES:
+        fix = "Costs are counted sequence by sequence."
+        validate.reject("--batch", sizes["batch"], f"up to {_MOST_SEQUENCES}", fix)
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         fix = "Each key/value head serves H / H_kv query heads."
         allowed = f"a divisor of --heads {sizes['num_heads']}"

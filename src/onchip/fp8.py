@@ -24,13 +24,15 @@ from onchip.kernels.fp8_layout import (
     num_blocks,
 )
 from onchip.prepare import Call, Mods, Options
-from onchip.problem import Tensors
+from onchip.problem import Params, Tensors
 from onchip.validate import reject
 
 SCALES = ("block", "head", "tensor")
 _NO_BACKWARD = (
     "Float8 has no backward: call it under torch.no_grad(), or attention itself to train."
 )
+#: Of packed sequences whose lengths the caller does not bound.
+_ANY_LENGTHS = Params(2**31, 2**31, -1, -1, 1.0, 0.0, False, 0, "")
 _INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 _lib = torch.library.Library("onchip", "FRAGMENT")
 _lib.define(
@@ -202,6 +204,23 @@ def _check(source: Source, how: Quantiser) -> None:
         reject(missing, None, "both or none of rotary_cos, rotary_sin", "Pass both.", TypeError)
     if cos is not None and sin is not None:
         validate.rotary_tables(cos, sin, source.q)
+        _check_positions(source, cos.shape[0])
+
+
+def _check_positions(s: Source, num_positions: int) -> None:
+    """Requires rotary tables that reach each key, and queries that have a key's position."""
+    lengths = [(s.q.shape[1], s.k.shape[1])] if s.cu_seqlens_q is None else []
+    if s.cu_seqlens_q is not None and values.visible(s.q):
+        assert s.cu_seqlens_k is not None
+        keys = s.cu_seqlens_k.diff() if s.seqused_k is None else s.seqused_k
+        lengths = list(zip(s.cu_seqlens_q.diff().tolist(), keys.tolist(), strict=True))
+    for num_queries, num_keys in lengths:
+        if num_queries > num_keys > 0:
+            got, allowed = f"{num_queries} queries", f"up to {num_keys}, the keys, with rotary_cos"
+            reject("q", got, allowed, "Each query stands at the position of a key, as the last do.")
+        if num_keys > num_positions:
+            fix = "Make the tables as long as the longest sequence."
+            reject("rotary_cos", f"{num_positions} positions", f"at least {num_keys}", fix)
 
 
 def _check_tensors(s: Source, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -217,6 +236,11 @@ def _check_tensors(s: Source, dtypes: tuple[torch.dtype, ...]) -> None:
         batch = s.cu_seqlens_q.shape[0] - 1
         if s.seqused_k is not None:
             validate.index_tensor("seqused_k", s.seqused_k, s.q, (batch,), "(B,)")
+        if values.visible(s.q):
+            offsets = (s.cu_seqlens_q, s.cu_seqlens_k)
+            values.varlen_values(
+                Tensors(s.q, s.k, s.v, *offsets, seqused_k=s.seqused_k), _ANY_LENGTHS
+            )
         return
     validate.dense_batch(s.q, s.k)
     for name in ("cu_seqlens_k", "seqused_k"):
@@ -328,7 +352,29 @@ def _unpacked(t: Tensors, is_packed: bool) -> FP8QKV:
         other = "onchip.attention" if is_packed else "onchip.attention_varlen"
         kind = "dense" if is_packed else "packed"
         reject("q", f"an FP8QKV of {kind} sequences", "the other kind", f"Call {other}.")
+    _check_fields(x)
     return x
+
+
+def _check_fields(x: FP8QKV) -> None:
+    """Requires scales and values that fit q and k, as those of `quantize_qkv` do."""
+    packed = x.is_packed
+    batch = x.q_scale.shape[0] if packed else x.q.shape[0]
+    n_q, n_k = (
+        num_blocks(y.shape[-3], batch if packed else None, size)
+        for y, size in ((x.q, BLOCK_Q), (x.k, BLOCK_K))
+    )
+    lead = () if packed else (batch,)
+    wanted = {
+        "q_scale": (batch, x.q.shape[-2], n_q),
+        "k_scale": (batch, x.k.shape[-2], n_k),
+        "v_scale": (batch, x.k.shape[-2], n_k),
+        "v": (*lead, x.k.shape[-2], x.v.shape[-2], n_k * BLOCK_K),
+    }
+    for name, shape in wanted.items():
+        if tuple(getattr(x, name).shape) != shape:
+            got = f"an FP8QKV with {name} of shape {tuple(getattr(x, name).shape)}"
+            reject("q", got, str(shape), "Take it as quantize_qkv made it.")
 
 
 def _call(t: Tensors, x: FP8QKV, longest: tuple[int, int], options: Options, mods: Mods) -> Call:

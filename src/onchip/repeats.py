@@ -349,6 +349,8 @@ def keep_dense(
 
 def _put(asked_for: Asked, attend, sources, table=None, append=None, own=()) -> None:
     """Keeps launches for calls like this one."""
+    if len({*map(id, asked_for.tensors)}) < len(asked_for.tensors):
+        return  # one tensor in two places: others would be taken for it
     guards = _guards(asked_for.tensors)
     if guards is None:
         return

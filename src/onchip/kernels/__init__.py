@@ -38,6 +38,9 @@ ALL_FEATURES = frozenset(
 MAX_DECODE_QUERIES, FEW_QUERIES = 64, 16
 #: What counts as many keys.
 MANY_KEYS = 1024
+#: Most pieces of all sequences: CUDA's limit on programs in a grid's second dimension. Pieces that
+#: the decode chooses on its own are few where sequences are many.
+MAX_PIECES = 65535
 #: Most pieces that the decode cuts a sequence's keys into.
 MAX_DECODE_SPLITS = 128
 #: Features that only kernels in a kernel language can have: they compile the user's code.
@@ -132,7 +135,7 @@ class Kernel:
 
 def _is_before_float8(arch: str) -> bool:
     """Whether a GPU's architecture is one for which Triton has no float8_e4m3fn."""
-    return arch.startswith("sm_") and int(arch[3:]) < 89
+    return arch[3:].isdecimal() and arch.startswith("sm_") and int(arch[3:]) < 89
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -196,6 +199,9 @@ def _decode_reasons(problem: Problem) -> list[str]:
             f"takes keys from {MANY_KEYS} on where there are more than {FEW_QUERIES} queries or "
             f"no tensor of key lengths, not {problem.seqlen_k}"
         ]
+    pieces = problem.batch * max(1, problem.num_splits)
+    if pieces > MAX_PIECES:
+        return [f"takes up to {MAX_PIECES} pieces of sequences, not {pieces}"]
     return []
 
 

@@ -52,7 +52,7 @@ class Blocks:
         steps = torch.arange(size, device=x.device)
         if cu_seqlens is None:
             self.batch, length = self.shape
-            n = num_blocks(length, None, size)
+            self.per_sequence = n = num_blocks(length, None, size)
             index = torch.arange(self.batch * n, device=x.device)
             self.sequence = index // max(1, n)  # (N,)
             firsts = torch.arange(self.batch, device=x.device) * n
@@ -90,7 +90,8 @@ class Blocks:
         """(N, H) as (B, H, N of a sequence); (B, H, all N) expanded when packed."""
         if self.is_packed:
             return x.t().contiguous().expand(self.batch, -1, -1)
-        return x.unflatten(0, (self.batch, -1)).transpose(1, 2).contiguous()
+        shape = (self.batch, self.per_sequence, x.shape[1])
+        return x.view(shape).transpose(1, 2).contiguous()
 
 
 def scales_of(
@@ -105,7 +106,7 @@ def scales_of(
         scales = _scale(largest)
         return scales, blocks.by_head(scales * gain)
     shared = shared_scales(largest, blocks, kind)  # (B, H)
-    n = largest.shape[0] if blocks.is_packed else largest.shape[0] // max(1, blocks.batch)
+    n = largest.shape[0] if blocks.is_packed else blocks.per_sequence
     return shared[blocks.sequence], expanded(shared * gain, n)
 
 
@@ -167,7 +168,7 @@ def columns(codes: Tensor, blocks: Blocks) -> Tensor:
     rows = groups.flatten(1, 2).permute(2, 3, 0, 1)  # (H_kv, D_v, N, R)
     if blocks.is_packed:
         return rows.flatten(2).contiguous().view(FLOAT8)
-    by_batch = rows.unflatten(2, (blocks.batch, -1)).permute(2, 0, 1, 3, 4)
+    by_batch = rows.unflatten(2, (blocks.batch, blocks.per_sequence)).permute(2, 0, 1, 3, 4)
     return by_batch.flatten(3).contiguous().view(FLOAT8)
 
 

@@ -190,7 +190,7 @@ def _splits(units: int, num_tiles: int, num_sms: int) -> int:
     starting a program costs about two tiles, merging about 1.5.
     """
     best, choice = float("inf"), 1
-    most = min(num_tiles // MIN_TILES, 4 * num_sms // units + 1, MAX_SPLITS)
+    most = min(num_tiles // MIN_TILES, 4 * num_sms // max(1, units) + 1, MAX_SPLITS)
     for pieces in range(1, max(1, most) + 1):
         per = -(-num_tiles // pieces)
         if -(-num_tiles // per) != pieces:

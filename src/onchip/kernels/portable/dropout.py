@@ -69,9 +69,9 @@ def _write_kept(
     out, extras, num_heads, seqlen_q, seqlen_k, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """One program: a tile of one head's mask."""
-    stream = tl.program_id(2)
+    stream = tl.program_id(0)
     batch, head = stream // num_heads, stream % num_heads
-    row_start, start = tl.program_id(0) * BM, tl.program_id(1) * BN
+    row_start, start = tl.program_id(1) * BM, tl.program_id(2) * BN
     context = context_of(batch, head, num_heads, seqlen_q, seqlen_k, extras, True)
     rows, columns = row_start + tl.arange(0, BM)[:, None], start + tl.arange(0, BN)[None, :]
     at = (tl.cast(stream, tl.int64) * seqlen_q + rows) * seqlen_k + columns
@@ -93,7 +93,7 @@ def keep_mask(
         (B, H, S_q, S_k) bool, True where an entry stays.
     """
     out = dropout_rng.new_empty(batch, num_heads, seqlen_q, seqlen_k, dtype=torch.bool)
-    grid = (triton.cdiv(seqlen_q, 32), triton.cdiv(seqlen_k, 64), batch * num_heads)
+    grid = (batch * num_heads, triton.cdiv(seqlen_q, 32), triton.cdiv(seqlen_k, 64))
     if out.numel():
         threshold = float(threshold_of(dropout_p))
         extras = Extras(dropout_rng, threshold, (), (), (), (), (), ())
