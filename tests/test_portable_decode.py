@@ -195,6 +195,10 @@ def test_the_record_takes_few_queries_and_comes_before_the_forward():
     assert dispatch.rejections(_on_gpu(call, seqlen_q=65))["decode"] == [
         "takes S_q up to 64, not 65"
     ]
+    packed = {"num_heads": 32, "num_kv_heads": 8, "seqlen_k": 4096}
+    for batch, queries, name in ((8, 64, "hopper"), (8, 32, "decode"), (1, 64, "decode")):
+        problem = _on_gpu(call, batch=batch, seqlen_q=queries, **packed)
+        assert dispatch.choose(problem).name == name, (batch, queries)
     whole = build(replace(CASES["dense_whole"], dtype=torch.float16))
     assert dispatch.choose(_on_gpu(whole)).name == "hopper"
     assert dispatch.choose(_on_gpu(whole, seqlen_k=1024)).name == "decode"

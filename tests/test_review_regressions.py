@@ -237,3 +237,10 @@ def test_fields_of_a_quantised_call_must_fit_each_other():
     wrong = replace(found, q_scale=found.q_scale[:, :1])
     with pytest.raises(ValueError, match="q: got an FP8QKV with q_scale of shape"):
         onchip.attention(wrong)
+
+
+def test_modules_are_attributes_of_the_package():
+    assert onchip.reference.visible(2, 2, causal=True).tolist() == [[True, False], [True, True]]
+    assert onchip.ladder and onchip.nn and onchip.paging and onchip.compat
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = onchip.nothing

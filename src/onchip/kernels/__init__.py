@@ -36,6 +36,8 @@ ALL_FEATURES = frozenset(
 #: (one, and speculative ones). Others go there where keys are many. H200, 2026-11-30, causal, 1k
 #: to 32k keys: 1.3 to 17 times the speed of a forward that does not cut the keys.
 MAX_DECODE_QUERIES, FEW_QUERIES = 64, 16
+#: Multiprocessors of an H100 and an H200: programs beyond them gain nothing from cut keys.
+NUM_SMS = 132
 #: What counts as many keys.
 MANY_KEYS = 1024
 #: Most pieces of all sequences: CUDA's limit on programs in a grid's second dimension. Pieces that
@@ -199,6 +201,11 @@ def _decode_reasons(problem: Problem) -> list[str]:
             f"takes keys from {MANY_KEYS} on where there are more than {FEW_QUERIES} queries or "
             f"no tensor of key lengths, not {problem.seqlen_k}"
         ]
+    blocks = -(-problem.seqlen_q * problem.group // 64)  # of rows: each reads the keys
+    if not always and blocks > 2 and problem.batch * problem.num_kv_heads * blocks > NUM_SMS:
+        # H200, 2026-11-30, 8 sequences, 32/8 heads, S_q = 64: 4k keys 116 us against 106 of the
+        # forward, 32k 866 against 764; S_q = 32 69 against 111 and 441 against 785.
+        return [f"reads K and V {blocks} times for so many rows, and there are sequences enough"]
     pieces = problem.batch * max(1, problem.num_splits)
     if pieces > MAX_PIECES:
         return [f"takes up to {MAX_PIECES} pieces of sequences, not {pieces}"]
@@ -250,7 +257,7 @@ def _hopper_reasons(problem: Problem) -> list[str]:
 
 def _fp8_hopper_reasons(problem: Problem) -> list[str]:
     why = _hopper_reasons(problem)
-    if problem.out_dtype not in ("float16", "bfloat16"):
+    if problem.dtype == torch.float8_e4m3fn and problem.out_dtype not in ("float16", "bfloat16"):
         why.append(f"writes float16 or bfloat16, not {problem.out_dtype or 'float8'}")
     return why
 
