@@ -15,7 +15,7 @@ from onchip.kernels.hopper.backward_walk import (
     Sizes,
     Sources,
     edge_index,
-    load_keys,
+    load_own,
     load_tile,
     plan_keys,
     store_keys,
@@ -107,10 +107,10 @@ def load(
     DV: gl.constexpr = SPEC.dim_v
     walk = plan_keys(sizes, 0, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
-    _load_own(sources.k, S.k, S.kv_full.index(0), walk, D, SPEC)
+    load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
     if total > 0:  # S wants Q before dP wants V
         load_tile(sources, S, walk, 0, 0, sizes, SPEC)
-    _load_own(sources.v, S.v, S.kv_full.index(1), walk, DV, SPEC)
+    load_own(sources.v, S.v, S.kv_full.index(1), 0, walk, PIECE, DV, SPEC)
     for i in range(1, total):
         load_tile(sources, S, walk, i, i, sizes, SPEC)
     mbarrier.wait(S.done.index(0), 0)
@@ -123,14 +123,6 @@ def load(
 
 
 @gluon.jit
-def _load_own(desc, to, bar, walk, D: gl.constexpr, SPEC: gl.constexpr):
-    N: gl.constexpr = SPEC.pieces
-    mbarrier.expect(bar, SPEC.block_n * D * 2)
-    for h in gl.static_range(N):
-        load_keys(desc, walk, walk.head, walk.own + h * PIECE, bar, to.index(h), PIECE, D)
-
-
-@gluon.jit
 def _start(stats, on: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
     """Statistics of BM queries as an accumulator (64, BM), or zeros."""
     if on:
@@ -140,33 +132,32 @@ def _start(stats, on: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _scores(h: gl.constexpr, i, total, S, SPEC: gl.constexpr):
-    """S^T of a piece and step i, under way; of whatever is there when there is no such step."""
+def _against(
+    own, other, stats, full, h: gl.constexpr, i, total, ON: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """Own piece h times step i's tile of queries, under way; of whatever is there when there is no
+    such step."""
     BM: gl.constexpr = SPEC.block_m
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    ON: gl.constexpr = SPEC.starts_at_lse
     stage = i % SPEC.stages
     if h == 0:
-        mbarrier.wait(S.q_full.index(stage), (i // SPEC.stages) & 1, pred=i < total)
-    start = _start(S.lse.index(stage), ON, BM, L)
+        mbarrier.wait(full.index(stage), (i // SPEC.stages) & 1, pred=i < total)
+    start = _start(stats.index(stage), ON, BM, L)
     return warpgroup_mma(
-        S.k.index(h), S.q.index(stage).permute((1, 0)), start, use_acc=ON, is_async=True
+        own.index(h), other.index(stage).permute((1, 0)), start, use_acc=ON, is_async=True
     )
 
 
 @gluon.jit
+def _scores(h: gl.constexpr, i, total, S, SPEC: gl.constexpr):
+    """S^T of a piece and step i."""
+    return _against(S.k, S.q, S.lse, S.q_full, h, i, total, SPEC.starts_at_lse, SPEC)
+
+
+@gluon.jit
 def _products(h: gl.constexpr, i, total, S, SPEC: gl.constexpr):
-    """dP^T of a piece and step i, as `_scores`."""
-    BM: gl.constexpr = SPEC.block_m
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    ON: gl.constexpr = SPEC.starts_at_delta
-    stage = i % SPEC.stages
-    if h == 0:
-        mbarrier.wait(S.do_full.index(stage), (i // SPEC.stages) & 1, pred=i < total)
-    start = _start(S.delta.index(stage), ON, BM, L)
-    return warpgroup_mma(
-        S.v.index(h), S.do.index(stage).permute((1, 0)), start, use_acc=ON, is_async=True
-    )
+    """dP^T of a piece and step i."""
+    return _against(S.v, S.do, S.delta, S.do_full, h, i, total, SPEC.starts_at_delta, SPEC)
 
 
 @gluon.jit

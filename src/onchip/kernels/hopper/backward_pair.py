@@ -15,7 +15,7 @@ from onchip.kernels.hopper.backward_walk import (
     Sizes,
     Sources,
     edge_index,
-    load_keys,
+    load_own,
     load_tile,
     meet_keys,
     num_tiles,
@@ -106,17 +106,8 @@ def keep(
             tma.store_wait(0)
         if n < tiles:
             walk = plan_keys(sizes, n, SPEC)
-            _load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, D, SPEC)
-            _load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, DV, SPEC)
-
-
-@gluon.jit
-def _load_own(desc, to, bar, x, walk, D: gl.constexpr, SPEC: gl.constexpr):
-    mbarrier.expect(bar, SPEC.block_n * D * 2)
-    for h in gl.static_range(2):
-        load_keys(
-            desc, walk, walk.head, walk.own + h * PIECE, bar, to.index(x * 2 + h), PIECE, D
-        )  # fmt: skip
+            load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, PIECE, D, SPEC)
+            load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, PIECE, DV, SPEC)
 
 
 @gluon.jit

@@ -225,6 +225,17 @@ def plan_queries(sizes, SPEC: gl.constexpr):
     )  # fmt: skip
 
 
+@gluon.jit
+def load_own(
+    desc, to, bar, x, walk, PIECE: gl.constexpr, D: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """Loads the pieces of K or V that a CTA owns into buffer x."""
+    N: gl.constexpr = SPEC.block_n // PIECE
+    mbarrier.expect(bar, SPEC.block_n * D * 2)
+    for h in gl.static_range(N):
+        load_keys(desc, walk, walk.head, walk.own + h * PIECE, bar, to.index(x * N + h), PIECE, D)
+
+
 class Edges(NamedTuple):
     """Where the mask's edges run, of the first masked tile; one tile further is BLOCK further.
 
