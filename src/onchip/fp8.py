@@ -218,9 +218,7 @@ def _check_positions(s: Source, num_positions: int) -> None:
         if num_queries > num_keys > 0:
             got, allowed = f"{num_queries} queries", f"up to {num_keys}, the keys, with rotary_cos"
             reject("q", got, allowed, "Each query stands at the position of a key, as the last do.")
-        if num_keys > num_positions:
-            fix = "Make the tables as long as the longest sequence."
-            reject("rotary_cos", f"{num_positions} positions", f"at least {num_keys}", fix)
+        values.rotary_reach(num_positions, num_keys)
 
 
 def _check_tensors(s: Source, dtypes: tuple[torch.dtype, ...]) -> None:

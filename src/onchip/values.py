@@ -108,6 +108,13 @@ def varlen_values(t: Tensors, params: Params) -> None:
         reject("max_seqlen_k", longest_k, f">= the longest sequence, {max(lengths)}", fix)
 
 
+def rotary_reach(num_positions: int, longest: int) -> None:
+    """Requires tables of cosines and sines that reach the longest sequence's last key."""
+    if longest > num_positions:
+        fix = "Make the tables as long as the longest sequence."
+        reject("rotary_cos", f"{num_positions} positions", f"at least {longest}", fix)
+
+
 def cache_values(c, table: Tensor, num_new: int) -> None:
     """Checks lengths, tables and slots of a cache call (reads them on the host)."""
     page_size, num_pages = c.k_cache.shape[1], c.k_cache.shape[0]
@@ -130,7 +137,5 @@ def cache_values(c, table: Tensor, num_new: int) -> None:
         lengths_within("cache_leftpad", pads, totals, "the tokens in the cache")
     if c.slot_mapping is not None:
         slots_within(c.slot_mapping, num_pages * page_size)
-    if c.rotary_cos is not None and totals and max(totals) > c.rotary_cos.shape[0]:
-        fix = "Make the tables as long as the longest sequence."
-        got = f"{c.rotary_cos.shape[0]} positions"
-        reject("rotary_cos", got, f"at least {max(totals)}", fix)
+    if c.rotary_cos is not None:
+        rotary_reach(c.rotary_cos.shape[0], max(totals, default=0))
