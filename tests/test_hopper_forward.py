@@ -129,7 +129,10 @@ def _repair(call, config, out, lse, counters) -> None:
     stride = arguments.stride_of(call.tensors.block_table)
     numbers = (*arguments.factors_of(problem), stride, *arguments.sizes_of(code, problem))
     forward = arguments.Resolved(problem, None, [], numbers, code)
-    _, values = repair.repair_call(problem, forward, call.tensors, out, lse, counters)
+    t = call.tensors
+    repair.resolve_repair(problem, forward, t)
+    optional = (*arguments.lengths_of(t), t.alibi_slopes, t.sinks)
+    _, (_, values) = forward.calls([], (t.q, t.k, t.v, out, lse, counters, *optional))
     repair.attn_repair_hopper[(2,)](*values)
     assert counters.tolist() == [0, 0, 0, 0]
 

@@ -188,38 +188,42 @@ class Resolved:
         if all(flat is not None for _, flat in prepared):
             self._calls[addresses] = prepared
 
+    def calls(self, described: list, given: tuple) -> list[tuple[Launch, tuple]]:
+        """Launches and their arguments; `resolve_repair` comes before where rows may leak.
+
+        Args:
+            described: descriptors of q, k, v and out.
+            given: q, k, v, out, lse, the counters, those of `lengths_of`, slopes and sinks, as
+                tensors or as addresses; None for what is absent, which kernels do not read.
+        """
+        q, k, v, out, lse, counters, *optional = given
+        lengths = [counters if x is None else x for x in optional[:4]]
+        terms = [lse if x is None else x for x in optional[4:]]
+        rest = (out, lse, counters, *lengths, *terms)
+        calls = [(self.launch, (*described, *rest, *self.numbers, self.code))]
+        if self.code.may_leak:
+            assert self.repair is not None
+            calls.append((self.repair, (q, k, v, *rest, *self.repair_numbers)))
+        return calls
+
     def launch_at(self, addresses: tuple[int, ...]) -> bool:
         """Launches for tensors at these addresses; False where tensors are asked for instead.
 
         Args:
-            addresses: of q, k, v, out, lse, the counters, the tensors of `lengths_of`, slopes and
-                sinks; 0 for what is absent.
+            addresses: as `calls` is given them; 0 for what is absent.
         """
         if self.replay(addresses):
             return True
         if self.code.may_leak and self.repair is None:
             return False
-        calls = self._calls_at(addresses)
+        places = zip(addresses[:4], self._shapes, strict=True)
+        described = [Described(Address(x), *shape) for x, shape in places]
+        calls = self.calls(described, tuple([x or None for x in addresses]))
         prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
         done = all(flat is not None and launch.replay(flat) for launch, flat in prepared)
         if done:
             self.remember(addresses, calls)
         return done
-
-    def _calls_at(self, addresses: tuple[int, ...]) -> list[tuple[Launch, tuple]]:
-        """Launches and their arguments."""
-        q, k, v, out, lse, counters, *optional = addresses
-        places = zip((q, k, v, out), self._shapes, strict=True)
-        described = [Described(Address(x), *shape) for x, shape in places]
-        lengths = [x or counters for x in optional[:4]]
-        terms = [x or lse for x in optional[4:]]
-        arguments = (*described, out, lse, counters, *lengths, *terms, *self.numbers, self.code)
-        calls = [(self.launch, arguments)]
-        if self.code.may_leak:
-            assert self.repair is not None
-            arguments = (q, k, v, out, lse, counters, *lengths, *terms, *self.repair_numbers)
-            calls.append((self.repair, arguments))
-        return calls
 
 
 _kept: Bounded[tuple, Resolved] = Bounded(4096)

@@ -61,7 +61,7 @@ from onchip.kernels.hopper.config import Config
 from onchip.kernels.hopper.consumer import consumer
 from onchip.kernels.hopper.gluon_names import gl
 from onchip.kernels.hopper.producer import producer
-from onchip.kernels.hopper.repair import repair_call
+from onchip.kernels.hopper.repair import resolve_repair
 from onchip.kernels.hopper.repeated import Repeated
 from onchip.kernels.hopper.shared import Inputs, Outputs, shared_memory
 from onchip.kernels.hopper.softmax import Terms
@@ -156,19 +156,9 @@ def _launch_on(
     addresses = tuple([0 if x is None else x.data_ptr() for x in given])
     if found.replay(addresses):
         return
-    arguments = (
-        *found.described(q, k, v, out),
-        out,
-        lse,
-        counters,
-        *(counters if x is None else x for x in optional[:4]),
-        *(lse if x is None else x for x in optional[4:]),
-        *found.numbers,
-        found.code,
-    )
-    calls = [(found.launch, arguments)]
     if found.code.may_leak:
-        calls.append(repair_call(problem, found, tensors, out, lse, counters))
+        resolve_repair(problem, found, tensors)
+    calls = found.calls(found.described(q, k, v, out), given)
     for kernel, values in calls:
         kernel(*values)
     found.remember(addresses, calls)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from onchip.kernels.hopper.arguments import Resolved, lengths_of, num_sms
+from onchip.kernels.hopper.arguments import Resolved, num_sms
 from onchip.kernels.launcher import Launch
 from onchip.problem import Problem, Tensors
 
@@ -246,43 +246,25 @@ def attn_repair_hopper(
         tl.store(counters + 2, 0)
 
 
-def repair_call(
-    problem: Problem, forward: Resolved, tensors: Tensors, out: Tensor, lse: Tensor,
-    counters: Tensor,
-) -> tuple[Launch, tuple]:  # fmt: skip
-    """The launch behind a forward, and its arguments; it mutates out.
+def resolve_repair(problem: Problem, forward: Resolved, tensors: Tensors) -> None:
+    """Gives a forward the launch behind it, which mutates out and lse, if it has none yet.
 
     Args:
-        problem, tensors, out, lse: the forward's.
-        forward: how it was launched.
-        counters: those that it wrote.
+        problem, tensors: the forward's.
+        forward: how it is launched.
     """
-    launch = forward.repair
-    if launch is None:
-        grid = (num_sms(tensors.q.device),)
-        # As a dependent launch: 1 us less behind the forward.
-        options = {"num_warps": 4, "launch_pdl": True}
-        launch = Launch(attn_repair_hopper, grid, tensors.q.get_device(), **options)
-        forward.repair = launch
-        strides = (s for x in (tensors.q, tensors.k, tensors.v) for s in strides_of(x))
-        scale, softcap, stride_table, *sizes = forward.numbers
-        forward.repair_numbers = (
-            *strides, scale, softcap, stride_table, *sizes[:6], *sizes[9:],
-            _BLOCK_M, _BLOCK_N, _BLOCK_D, problem.head_dim, forward.code,
-        )  # fmt: skip
-    arguments = (
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        out,
-        lse,
-        counters,
-        *(counters if x is None else x for x in lengths_of(tensors)),
-        lse if tensors.alibi_slopes is None else tensors.alibi_slopes,
-        lse if tensors.sinks is None else tensors.sinks,
-        *forward.repair_numbers,
-    )
-    return launch, arguments
+    if forward.repair is not None:
+        return
+    grid = (num_sms(tensors.q.device),)
+    # As a dependent launch: 1 us less behind the forward.
+    options = {"num_warps": 4, "launch_pdl": True}
+    forward.repair = Launch(attn_repair_hopper, grid, tensors.q.get_device(), **options)
+    strides = (s for x in (tensors.q, tensors.k, tensors.v) for s in strides_of(x))
+    scale, softcap, stride_table, *sizes = forward.numbers
+    forward.repair_numbers = (
+        *strides, scale, softcap, stride_table, *sizes[:6], *sizes[9:],
+        _BLOCK_M, _BLOCK_N, _BLOCK_D, problem.head_dim, forward.code,
+    )  # fmt: skip
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
