@@ -166,6 +166,7 @@ class FakeLaunch:
     """A launch that is resolved and notes what it is asked for."""
 
     is_resolved = is_direct = True
+    stream = 0
 
     def __init__(self, *args, **options):
         self.replayed: list = []
@@ -173,11 +174,7 @@ class FakeLaunch:
 
     def prepared(self, *args):
         self.num_prepared += 1
-        return list(args)
-
-    def replay(self, prepared) -> bool:
-        self.replayed.append(prepared)
-        return True
+        return lambda *values: self.replayed.append(list(values)), args
 
 
 def _resolved(call, out):
@@ -197,9 +194,10 @@ def test_a_call_is_prepared_anew_until_its_addresses_have_come_twice(monkeypatch
     assert _resolved(call, out) is found
     found.described(tensors.q, tensors.k, tensors.v, out)
     assert found._first is None  # the first call's tensors are not kept alive
-    assert not found.launch_at(_addresses(16))  # the repair was never launched
+    assert not found.is_ready  # the repair was never launched
     found.repair, found.repair_numbers = FakeLaunch(), (7, 8)
-    for start, prepared in ((16, 1), (32, 2), (16, 4), (16, 4), (32, 6), (32, 6)):
+    assert found.is_ready
+    for start, prepared in ((16, 1), (32, 2), (16, 3), (16, 3), (32, 4), (32, 4)):
         assert found.launch_at(_addresses(start))
         assert found.launch.num_prepared == prepared
     described = found.launch.replayed[-1][:4]

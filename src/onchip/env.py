@@ -72,13 +72,4 @@ AUTOTUNE = Variable(
     "of taking the measured table's; that call takes seconds. Read once for each kind of call.",
 )
 
-REPEAT_DENSE = Variable(
-    "ONCHIP_REPEAT_DENSE",
-    "0",
-    _flag("ONCHIP_REPEAT_DENSE"),
-    "1 sends calls of `attention` without a gradient straight to the launches of an earlier call "
-    "alike, as calls over a cache always go: less host time. Experimental: it was tested without "
-    "a GPU only.",
-)
-
-VARIABLES: tuple[Variable, ...] = (CHECK, AUTOTUNE, REPEAT_DENSE)
+VARIABLES: tuple[Variable, ...] = (CHECK, AUTOTUNE)

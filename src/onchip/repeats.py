@@ -199,11 +199,9 @@ def _is_watched() -> bool:
 
 
 def may_repeat(q: Any) -> bool:
-    """Whether a call without a cache is looked up: on a GPU, without a gradient, on request."""
+    """Whether a call without a cache is looked up: on a GPU and without a gradient."""
     return (
         not torch.compiler.is_compiling()
-        and env.REPEAT_DENSE.is_set()
-        and env.REPEAT_DENSE.get()
         and type(q) is Tensor
         and q.is_cuda
         and not (q.requires_grad and torch.is_grad_enabled())

@@ -24,11 +24,12 @@ def _inputs(seed: int, **sizes):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_calls_alike_share_a_launch_and_not_their_data(head_dim):
     sizes = {"seqlen_q": 130, "seqlen_k": 200, "head_dim": head_dim}
+    portable = functools.partial(onchip.attention, kernel="portable")
     for seed in range(3):
-        check_forward(onchip.attention, *_inputs(seed, **sizes), causal=True)
-        check_gradients(onchip.attention, *_inputs(seed, **sizes), causal=True)
+        check_forward(portable, *_inputs(seed, **sizes), causal=True)
+        check_gradients(portable, *_inputs(seed, **sizes), causal=True)
     before = len(resolved._kept)
-    check_gradients(onchip.attention, *_inputs(7, **sizes), causal=True)
+    check_gradients(portable, *_inputs(7, **sizes), causal=True)
     assert len(resolved._kept) == before > 0
 
 
@@ -47,7 +48,6 @@ def test_other_strides_and_alignment_take_another_launch():
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": (40, 3)}], ids=str)
 @pytest.mark.parametrize("lengths", [(130, 130), (3, 1500)], ids=str)
 def test_dense_calls_alike_go_straight_to_their_launches(lengths, given, monkeypatch):
-    monkeypatch.setenv("ONCHIP_REPEAT_DENSE", "1")
     calls = []
     run = repeats.Repeat.__call__
     monkeypatch.setattr(repeats.Repeat, "__call__", lambda *a: calls.append(1) or run(*a))
@@ -83,18 +83,21 @@ def test_decode_follows_its_tensors():
             torch.testing.assert_close(out[b : b + 1], alone, rtol=2e-2, atol=1e-2)
 
 
-def test_a_profiler_of_tritons_hears_of_resolved_launches():
+@pytest.mark.parametrize(("kernel", "num_launches"), [("portable", 1), ("hopper", 2)])
+def test_a_profiler_of_tritons_hears_of_resolved_launches(kernel, num_launches):
     from triton import knobs
 
+    if kernel == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
     q, k, v = _inputs(0, seqlen_q=64, seqlen_k=64, head_dim=64)
-    want = onchip.attention(q, k, v)
+    want = [onchip.attention(q, k, v, kernel=kernel) for _ in range(3)][-1]
     heard = []
     knobs.runtime.launch_enter_hook.add(heard.append)
     try:
-        again = onchip.attention(q, k, v)
+        again = onchip.attention(q, k, v, kernel=kernel)
     finally:
         knobs.runtime.launch_enter_hook.remove(heard.append)
-    assert len(heard) == 1 and torch.equal(want, again)
+    assert len(heard) == num_launches and torch.equal(want, again)
 
 
 def test_autotuning_measures_once_and_changes_no_value(monkeypatch):

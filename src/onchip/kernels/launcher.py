@@ -84,7 +84,7 @@ class Launch:
 
     @property
     def is_direct(self) -> bool:
-        """Whether `replay` launches now."""
+        """Whether what `prepared` gives may be called now."""
         return (
             self._run is not None
             and torch._C._cuda_getDevice() == self._device
@@ -116,22 +116,22 @@ class Launch:
                 return self._launch(args)
         return self._launch(args)
 
-    def prepared(self, *args) -> list | None:
-        """The arguments as `replay` takes them; None where only Triton can launch.
+    @property
+    def stream(self) -> int:
+        """The device's current stream."""
+        return torch._C._cuda_getCurrentRawStream(self._device) if self._device >= 0 else 0
+
+    def prepared(self, *args) -> tuple[Callable, tuple] | None:
+        """The compiled launcher and what it takes on this stream; None if only Triton can launch.
+
+        It launches when called with these, only while `is_direct`.
 
         Args:
             *args: as of a call. Their addresses are in the result, nothing keeps them alive.
         """
-        return None if self._run is None else self._flat(args)
-
-    def replay(self, prepared: list) -> bool:
-        """Launches with arguments from `prepared`; False where it must be called instead."""
-        run = self._run
-        if run is None or not self.is_direct:
-            return False
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        run(*self._grid, stream, *self._head, *prepared)
-        return True
+        if self._run is None:
+            return None
+        return self._run, (*self._grid, self.stream, *self._head, *self._flat(args))
 
     def _launch(self, args: tuple) -> None:
         if self._compiled is None:

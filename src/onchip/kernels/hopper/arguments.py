@@ -157,7 +157,7 @@ class Resolved:
         self.repair_numbers: tuple = ()
         self._first = first
         self._shapes = [(x.shape, x.strides) for x in first]
-        self._calls: Bounded[tuple, list] = Bounded(_MAX_CALLS)
+        self._calls: Bounded[tuple, list] = Bounded(_MAX_CALLS)  # by stream and addresses
         self._seen: set[tuple] = set()
 
     def described(self, *tensors: Tensor) -> list:
@@ -169,8 +169,12 @@ class Resolved:
 
     def replay(self, addresses: tuple) -> bool:
         """Makes the launches of an earlier call with tensors at the same addresses, if one was."""
-        calls = self._calls.get(addresses, ())
-        return bool(calls) and all(launch.replay(prepared) for launch, prepared in calls)
+        calls = self._calls.get((self.launch.stream, addresses))
+        if calls is None or not self.launch.is_direct:
+            return False
+        for run, arguments in calls:
+            run(*arguments)
+        return True
 
     def remember(self, addresses: tuple, calls: list[tuple[Launch, tuple]]) -> None:
         """Keeps a call's launches for `replay` if its addresses come a second time.
@@ -179,14 +183,22 @@ class Resolved:
             addresses: of all its tensors.
             calls: launches, made once with these arguments.
         """
-        if addresses not in self._seen:  # addresses that never come again cost nothing more
-            if len(self._seen) >= _MAX_CALLS:
-                self._seen.clear()
-            self._seen.add(addresses)
-            return
-        prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
-        if all(flat is not None for _, flat in prepared):
-            self._calls[addresses] = prepared
+        key = (self.launch.stream, addresses)
+        if self._is_second(key):
+            self._keep(key, [launch.prepared(*arguments) for launch, arguments in calls])
+
+    def _is_second(self, key: tuple) -> bool:
+        """Whether it came before: addresses that never come again cost nothing more."""
+        if key in self._seen:
+            return True
+        if len(self._seen) >= _MAX_CALLS:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
+
+    def _keep(self, key: tuple, prepared: list) -> None:
+        if None not in prepared:
+            self._calls[key] = prepared
 
     def calls(self, described: list, given: tuple) -> list[tuple[Launch, tuple]]:
         """Launches and their arguments; `resolve_repair` comes before where rows may leak.
@@ -209,21 +221,35 @@ class Resolved:
     def launch_at(self, addresses: tuple[int, ...]) -> bool:
         """Launches for tensors at these addresses; False where tensors are asked for instead.
 
+        Only while `is_ready`.
+
         Args:
             addresses: as `calls` is given them; 0 for what is absent.
         """
-        if self.replay(addresses):
-            return True
-        if self.code.may_leak and self.repair is None:
-            return False
+        key = (self.launch.stream, addresses)
+        calls = self._calls.get(key)
+        if calls is None:
+            calls = self._prepared_at(addresses)
+            if None in calls:
+                return False
+            if self._is_second(key):
+                self._keep(key, calls)
+        for run, arguments in calls:
+            run(*arguments)
+        return True
+
+    def _prepared_at(self, addresses: tuple[int, ...]) -> list:
         places = zip(addresses[:4], self._shapes, strict=True)
         described = [Described(Address(x), *shape) for x, shape in places]
         calls = self.calls(described, tuple([x or None for x in addresses]))
-        prepared = [(launch, launch.prepared(*arguments)) for launch, arguments in calls]
-        done = all(flat is not None and launch.replay(flat) for launch, flat in prepared)
-        if done:
-            self.remember(addresses, calls)
-        return done
+        return [launch.prepared(*arguments) for launch, arguments in calls]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `launch_at` may be called now."""
+        if not self.launch.is_direct:
+            return False
+        return not self.code.may_leak or (self.repair is not None and self.repair.is_direct)
 
 
 _kept: Bounded[tuple, Resolved] = Bounded(4096)

@@ -34,11 +34,7 @@ class Repeated:
     @property
     def is_ready(self) -> bool:
         """Whether it may be called now."""
-        repair = self._found.repair
-        may_leak = self._found.code.may_leak
-        return self._found.launch.is_direct and (
-            not may_leak or (repair is not None and repair.is_direct)
-        )
+        return self._found.is_ready
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         out, lse = self._empty(*self._out), self._empty(*self._lse)
