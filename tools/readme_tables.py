@@ -140,7 +140,7 @@ def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
     """Windows, packed sequences and memory, from the same run as `gpu`."""
     report = json.loads(path.read_text(encoding="utf-8"))
     head = ["case", "part", "D", "mask", "measured", "against"]
-    rows = [_varied_row(row) for row in report.get("varied", [])]
+    rows = [_varied_row(row) for row in report.get("varied", []) if row["case"] != "layer"]
     return table(head, rows) if rows else "No results recorded yet."
 
 

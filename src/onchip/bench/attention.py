@@ -2,8 +2,9 @@
 
 Usage: python -m onchip.bench attention [--json PATH] [--rounds 7] [--peers torch] [--kernel NAME]
 
-Peers: flash, cudnn and flex (together: torch), and fa3 where its package is installed. A window,
-packed sequences and memory are measured too (`onchip.bench.varied`).
+Peers: flash, cudnn and flex (together: torch), and fa3 and fa4 where their packages are installed
+(the latter compiles at its first call). A window, packed sequences, memory and the layer of a long
+sequence are measured too (`onchip.bench.varied`).
 
 16k tokens in all, H * D = 2048, bf16, D 64, 128 and 256, N 1k, 4k and 16k, causal and not.
 TFLOP/s count 4 B H N^2 D for the forward and 10 B H N^2 D for the backward, half of it when
@@ -87,11 +88,20 @@ def fa3_call(q, k, v, causal: bool) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+def fa4_call(q, k, v, causal: bool) -> torch.Tensor:
+    """FlashAttention-4, where its package is installed."""
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    out = interface.flash_attn_func(q, k, v, causal=causal)
+    return out[0] if isinstance(out, tuple) else out
+
+
 PEERS: dict[str, Call] = {
     "flash": functools.partial(sdpa_call, "FLASH_ATTENTION"),
     "cudnn": functools.partial(sdpa_call, "CUDNN_ATTENTION"),
     "flex": flex_call,
     "fa3": fa3_call,
+    "fa4": fa4_call,
 }
 _TORCH_PEERS = "flash,cudnn,flex"
 
@@ -239,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
             words = " ".join(f"{name} {value:4.0f}" for name, value in speed.items())
             print(f"{part:8} d{dim:<3} n{length:<5} {'causal' if causal else 'full':6} {words}")
     if "varied" in args.parts:
-        report["varied"] = varied.measure(args.rounds, kernel)
+        report["varied"] = [*varied.layer(calls), *varied.measure(args.rounds, kernel)]
         for row in report["varied"]:
             words = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
             print(" ".join(words), flush=True)

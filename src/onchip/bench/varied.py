@@ -1,6 +1,7 @@
-"""Calls other than dense squares on a GPU: a sliding window, packed sequences, memory.
+"""Calls other than dense squares on a GPU: a window, packed sequences, memory, a long layer.
 
-Each is held against onchip's own dense call of the same kernel, measured in turns.
+Each is held against onchip's own dense call of the same kernel, measured in turns; the layer of a
+long sequence against peers.
 
 Legend: B batch, N sequence length, T packed tokens, H heads, D head dimension.
 """
@@ -103,6 +104,45 @@ def memory(kernel: str | None, length: int = 65536, heads: int = 16, dim: int = 
     named_bytes = tensor_bytes * (len(leaves) + 1 + 1 + len(grads))  # inputs, dout, out, grads
     peak_bytes = torch.cuda.max_memory_allocated() - before + 4 * tensor_bytes
     return {"case": "memory", "length": length, "of_tensors": peak_bytes / named_bytes}
+
+
+LAYER_LENGTH, LAYER_HEADS, LAYER_DIM = 65536, 16, 128
+
+
+def layer(calls: dict[str, Callable], rounds: int = 3) -> list[dict]:
+    """Time and peak memory of a causal layer's forward and backward, B = 1.
+
+    Args:
+        calls: name -> function of q, k, v (B, N, H, D) and causal; one that fails is left out.
+        rounds: times that each is measured.
+
+    Returns:
+        A row for each call: `ms`, and `peak_mib` over what is allocated before: q, k, v and dout.
+    """
+    leaves = _leaves(1, LAYER_LENGTH, LAYER_HEADS, LAYER_DIM)
+    dout = torch.randn_like(leaves[0])
+    runs, rows = {}, []
+    for name, call in calls.items():
+
+        def run(call=call):
+            return torch.autograd.grad(call(*leaves, True), leaves, dout)
+
+        try:
+            run()
+            runs[name] = run
+            rows.append({"case": "layer", "name": name, "peak_mib": _peak_mib(run)})
+        except Exception as error:
+            print(f"{name} left out: {type(error).__name__}: {str(error)[:80]}", flush=True)
+    times_ms = interleaved_device_ms(runs, rounds)
+    return [{**row, "ms": statistics.median(times_ms[row["name"]])} for row in rows]
+
+
+def _peak_mib(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
 def measure(rounds: int, kernel: str | None) -> list[dict]:
