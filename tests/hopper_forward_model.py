@@ -202,11 +202,14 @@ sys.modules["triton.language.extra"] = types.ModuleType("triton.language.extra")
 sys.modules["triton.language.extra.cuda"] = SimpleNamespace(gdc_wait=None)
 Memory.reshape = lambda self, shape: Memory(self.data.reshape(tuple(shape)))
 
-from onchip.kernels.hopper import arguments, forward, producer  # noqa: E402
+from onchip.kernels.hopper import arguments, consumer, forward, producer  # noqa: E402
 from onchip.kernels.hopper.config import Config, choose_forward  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
 
 producer.in_pieces = lambda tiles, descriptor, number, rows: Pieces(tiles, rows)
+# Words are assembly; here P stays what they hold.
+consumer.packed = lambda weights, dtype: weights.to(dtype)
+consumer.operand = lambda words, dtype, acc: words
 
 
 def run(problem, tensors, programs: int, config: Config | None = None):

@@ -26,6 +26,8 @@ from onchip.kernels.hopper.softmax import (
     grown,
     halves,
     logits,
+    operand,
+    packed,
     rescaled,
     row_maximum,
     row_sums,
@@ -139,7 +141,7 @@ def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
     slot = count % C.stages
     mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
     v = plane(at.v.index(slot), C.block_n, C.width_v)
-    return warpgroup_mma(walk.p, v, walk.acc, is_async=True)
+    return warpgroup_mma(operand(walk.p, at.q.dtype, walk.acc), v, walk.acc, is_async=True)
 
 
 @gluon.jit
@@ -179,7 +181,7 @@ def _step(
         mbarrier.wait(at.q_full.index(i), phase)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-    p = gl.convert_layout(weights.to(at.q.dtype), walk.p.type.layout)
+    p = packed(weights, at.q.dtype)
     if C.late:
         acc = rescaled(acc, alpha, C)
     return Walk(p, acc, m, l, walk.q)
@@ -336,7 +338,6 @@ def consumer(
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     DTYPE: gl.constexpr = at.q.dtype
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -353,7 +354,7 @@ def consumer(
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
     weights, m, l = _first_weights(s, end, view, terms, n, C)
-    p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+    p = packed(weights, DTYPE)
     walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
@@ -407,7 +408,7 @@ def consumer(
             acc = warpgroup_mma_wait(0, deps=[acc])
             release_if(more, count, 1, C)
         skip_v(skipped, count + 1, at, C)
-        p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+        p = packed(weights, DTYPE)
         if C.q_buffers > 1:
             walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
             _finish(walk, o, full > cut, view, terms, to, n, C)

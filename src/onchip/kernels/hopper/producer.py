@@ -15,11 +15,14 @@ from onchip.kernels.hopper.shared import Inputs, Shared, place_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
+    Spot,
     Tile,
     end_of_keys,
+    onward,
     post,
     start_of_keys,
     tile_at,
+    tile_from,
 )
 
 
@@ -31,11 +34,21 @@ class Due(NamedTuple):
     head: object
     batch: object
     seqlen_k: object
+    page: object
+
+
+@gluon.jit
+def _page_of(key, batch, lengths: Lengths, C: gl.constexpr):
+    """The page of a tile that lies in one; asked for before the wait for a slot, which hides it."""
+    page = 0
+    if C.page_size > 0 and C.block_n == C.box[0]:
+        page = gl.load(lengths.block_table + batch * lengths.stride_table + key // C.page_size)
+    return page
 
 
 @gluon.jit
 def _load_tile(
-    desc, barrier, tiles, slot, key, head, batch, lengths: Lengths, seqlen_k,
+    desc, barrier, tiles, slot, key, head, batch, page, lengths: Lengths, seqlen_k,
     WIDTH: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Starts to copy BN rows of K or V, from row `key` on, to a slot.
@@ -48,7 +61,6 @@ def _load_tile(
     if C.page_size == 0:
         tma_load(desc, [batch, head, key, 0], barrier, tiles.index(slot))
     elif C.block_n == ROWS:
-        page = gl.load(lengths.block_table + batch * lengths.stride_table + key // C.page_size)
         tma_load(desc, [page, head, key % C.page_size, 0], barrier, tiles.index(slot))
     else:
         PAGES: gl.constexpr = C.block_n // ROWS
@@ -71,7 +83,7 @@ def _load_v(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
         slot = (count - 1) % C.stages
         wait_for_slot(count - 1, 1, C)
         _load_tile(source.v, at.v_full.index(slot), at.v, slot, due.key, due.head, due.batch,
-                   source.lengths, due.seqlen_k, C.width_v, C)  # fmt: skip
+                   due.page, source.lengths, due.seqlen_k, C.width_v, C)  # fmt: skip
 
 
 @gluon.jit
@@ -80,7 +92,7 @@ def _load_k(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
     slot = count % C.stages
     wait_for_slot(count, 0, C)
     _load_tile(source.k, at.k_full.index(slot), at.k, slot, due.key, due.head, due.batch,
-               source.lengths, due.seqlen_k, C.width, C)  # fmt: skip
+               due.page, source.lengths, due.seqlen_k, C.width, C)  # fmt: skip
 
 
 @gluon.jit
@@ -117,34 +129,71 @@ def with_rows(t, source: Inputs, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
+    """Tile `t`: (whether there is one, where the CTA's walk stands, the tile)."""
+    if C.packed_q:
+        spot = onward(t, spot, n, source.lengths, C)
+        more = spot.batch < n.num_pairs // n.num_heads
+        return more, spot, tile_from(t, spot, n, source.lengths, C)
+    else:
+        tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
+        return t < n.num_tiles, spot, tile
+
+
+@gluon.jit
+def _first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
+    """`_met` of the CTA's first tile."""
+    spot = Spot(0, 0, 0, 0)
+    if C.packed_q:
+        spot = Spot(0, 0, 0, gl.load(source.lengths.cu_seqlens_q + 1))
+    return _met(gl.program_id(0), spot, source, n, C)
+
+
+@gluon.jit
+def _next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
+    """`_met` of a tile that no CTA has taken."""
+    if C.is_uneven:
+        drawn = gl.atomic_add(source.counter, 1)
+        more, spot, tile = _met(drawn + gl.num_programs(0), spot, source, n, C)
+        total = n.num_tiles
+        if C.packed_q:
+            total = spot.first  # behind the last sequence: of all
+        # Every CTA that had a tile draws once in vain: the launch's last draw.
+        if (drawn == total - 1) & (more == 0):
+            gl.store(source.counter, 0)
+        return more, spot, tile
+    else:
+        return _met(gl.program_id(0) + done * gl.num_programs(0), spot, source, n, C)
+
+
+@gluon.jit
 def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     """Loads what the consumers will read, in their order; V one K/V tile behind K."""
     done = 0  # tiles of queries
     count = 0  # K/V tiles
-    due = Due(False, 0, 0, 0, 0)
-    t, tile = with_rows(gl.program_id(0), source, n, C)
+    due = Due(False, 0, 0, 0, 0, 0)
+    more, spot, tile = _first_tile(source, n, C)
     if C.is_uneven:
-        post(tile, t < n.num_tiles, done, at.notes, C)
-    while t < n.num_tiles:
+        post(tile, more, done, at.notes, C)
+    while more:
         head = tile.head // n.group
         batch = place_of(tile, C.packed_k and C.page_size == 0)
         start = start_of_keys(tile.row, tile, n, C)
         end = end_of_keys(tile.row + C.block_m, tile, n, C)
         if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
             _load_v(source, at, count, due, C)
-            due = Due(False, 0, 0, 0, 0)
+            due = Due(False, 0, 0, 0, 0, 0)
         _load_q(source.q, at, done, tile, C)
         for i in range(end - start):
             key = tile.k_start + (end - 1 - i) * C.block_n
-            following = Due(True, key, head, batch, tile.seqlen_k)
+            page = _page_of(key, batch, source.lengths, C)
+            following = Due(True, key, head, batch, tile.seqlen_k, page)
             _load_k(source, at, count, following, C)
             _load_v(source, at, count, due, C)
             due = following
             count += 1
         done += 1
+        more, spot, tile = _next_tile(done, spot, source, n, C)
         if C.is_uneven:
-            t, tile = with_rows(draw(source.counter, n), source, n, C)
-            post(tile, t < n.num_tiles, done, at.notes, C)
-        else:
-            t, tile = with_rows(t + gl.num_programs(0), source, n, C)
+            post(tile, more, done, at.notes, C)
     _load_v(source, at, count, due, C)

@@ -33,6 +33,35 @@ def halves(x):
 
 
 @gluon.jit
+def packed(weights, DTYPE: gl.constexpr):
+    """P (64, BN) in 16 bits, two neighbours a word; no data moves.
+
+    Words, since Triton would carry 16 bits from loop to loop one value in each register.
+    """
+    a, b = gl.split(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b],
+                                         dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b],
+                                         dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def operand(words, DTYPE: gl.constexpr, acc):
+    """`packed` words as wgmma's first operand (64, BN), for a product into `acc`."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    x = gl.reshape(gl.join(words, words), [words.shape[0], words.shape[1] * 2])
+    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.bfloat16,
+                                         is_pure=True, pack=2)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.float16,
+                                         is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
 def row_maximum(s):
     """(64,): two levels of independent maxima in front of the chain that the compiler makes."""
     layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)

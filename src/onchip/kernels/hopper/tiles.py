@@ -57,6 +57,15 @@ class Tile(NamedTuple):
     seqlen_k: object
 
 
+class Spot(NamedTuple):
+    """How far a CTA has walked along packed sequences."""
+
+    batch: object  # a sequence
+    first: object  # number of its first tile; tiles of those before it come before
+    start: object  # its first query in memory
+    size: object  # its queries
+
+
 class View(NamedTuple):
     """A warpgroup's rows of a tile, as it looks at the keys."""
 
@@ -114,6 +123,52 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
         seqlen_k = gl.load(lengths.seqused_k + batch)
     row = block * C.block_m
     return Tile(row, pair % n.num_heads, batch, q_start, k_start, seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def _num_blocks(spot: Spot, C: gl.constexpr):
+    return (spot.size + C.block_m - 1) // C.block_m
+
+
+@gluon.jit
+def onward(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Walks on to the sequence of tile `t`, or past the last one."""
+    batch = spot.batch
+    first = spot.first
+    start = spot.start
+    size = spot.size
+    num_sequences = n.num_pairs // n.num_heads
+    after = first + ((size + C.block_m - 1) // C.block_m) * n.num_heads
+    while (batch < num_sequences) & (t >= after):
+        batch += 1
+        first = after
+        start += size
+        size = gl.load(lengths.cu_seqlens_q + gl.minimum(batch + 1, num_sequences)) - start
+        after = first + ((size + C.block_m - 1) // C.block_m) * n.num_heads
+    return Spot(batch, first, start, size)
+
+
+@gluon.jit
+def tile_from(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Tile number `t`, of the sequence that `onward` found: groups of heads, longest tiles first."""
+    num_blocks = gl.maximum(_num_blocks(spot, C), 1)
+    batch = gl.minimum(spot.batch, n.num_pairs // n.num_heads - 1)
+    heads = gl.minimum(n.heads_per_group, n.num_heads)
+    t = gl.minimum(t - spot.first, num_blocks * n.num_heads - 1)
+    group = t // (heads * num_blocks)
+    rest = t - group * (heads * num_blocks)
+    size = gl.minimum(heads, n.num_heads - group * heads)
+    block = num_blocks - 1 - rest // size
+    head = group * heads + rest % size
+    k_start = 0
+    seqlen_k = n.seqlen_k
+    if C.packed_k:
+        k_start, seqlen_k = _span(lengths.cu_seqlens_k, batch)
+        if C.page_size > 0:
+            k_start = 0
+    if C.has_used:
+        seqlen_k = gl.load(lengths.seqused_k + batch)
+    return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k)
 
 
 @gluon.jit
