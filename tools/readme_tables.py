@@ -121,6 +121,33 @@ def hopper(folder: Path = RESULTS / "h200") -> str:
     return f"{where}:\n\n{table(head, rows)}"
 
 
+def hopper_others(path: Path = RESULTS / "h200" / "hopper_forward.json") -> str:
+    """The Hopper forward beside FlashAttention-3 in other calls than dense bfloat16 squares.
+
+    Args:
+        path: what `benchmarks/hopper_forward.py` wrote.
+    """
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if not report.get("others"):
+        return "No results recorded yet."
+    where = "{device}, torch {torch}, triton {triton}, {date}, TFLOP/s".format(**report)
+    head = ["call", "D", "N", "mask", "onchip", "FlashAttention-3", ""]
+    return f"{where}:\n\n{table(head, [_other_row(row) for row in report['others']])}"
+
+
+def _other_row(row: dict) -> list[str]:
+    dims = dict.fromkeys((row["dim"], row.get("dim_v", row["dim"])))
+    return [
+        row["case"],
+        ", ".join(map(str, dims)),
+        str(row.get("length", "")),
+        "causal" if row["causal"] else "full",
+        f"{row['tflops']['onchip']:.0f}",
+        f"{row['tflops']['fa3']:.0f}",
+        f"{row['of_fa3']:.2f}x",
+    ]
+
+
 def kernels_alone(path: Path = RESULTS / "h200" / "portable_kernels.json") -> str:
     """The portable kernels without a call's host time, beside torch's FlashAttention-2."""
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -323,6 +350,7 @@ PAGES = {
         "cpu",
         "kernels_alone",
         "hopper",
+        "hopper_others",
         "gpu",
         "varied",
         "decode",
@@ -337,6 +365,7 @@ TABLES = {
     "counters": counters,
     "cpu": cpu,
     "hopper": hopper,
+    "hopper_others": hopper_others,
     "gpu": gpu,
     "kernels_alone": kernels_alone,
     "varied": varied,
