@@ -83,6 +83,15 @@ def test_exponentials_stand_where_products_hide_them(compiled):
             assert inside == walk["exps"], used
 
 
+def test_walks_of_masked_tiles_cost_the_main_walk_nothing(compiled):
+    """P is carried from walk to walk as words; 16-bit values were taken apart in every step."""
+    found = {used["features"]: _main_walks(used) for used in compiled if used["dim"] == 128}
+    alone = max(walk["instructions"] for walk in found["causal"])
+    assert alone < 430
+    for name in ("packed", "window"):
+        assert min(walk["instructions"] for walk in found[name]) <= 1.02 * alone, name
+
+
 def test_hidden_values_that_are_not_finite_are_looked_for_where_there_are_some(compiled):
     for used in compiled:
         assert used["repairs"] == (used["features"] != "terms"), used  # or where sums overflow

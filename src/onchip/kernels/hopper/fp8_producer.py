@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from onchip.kernels import fp8_layout
 from onchip.kernels.hopper.barriers import wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, mbarrier, tma_load
-from onchip.kernels.hopper.producer import draw, with_rows
+from onchip.kernels.hopper.producer import first_tile, next_tile
 from onchip.kernels.hopper.shared import Inputs, Shared, place_of
 from onchip.kernels.hopper.tiles import Sizes, Tile, end_of_keys, post, start_of_keys
 
@@ -75,10 +75,10 @@ def fp8_producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0)
-    t, tile = with_rows(gl.program_id(0), source, n, C)
+    more, spot, tile = first_tile(source, n, C)
     if C.is_uneven:
-        post(tile, t < n.num_tiles, done, at.notes, C)
-    while t < n.num_tiles:
+        post(tile, more, done, at.notes, C)
+    while more:
         head = tile.head // n.group
         batch = place_of(tile, C.packed_k)
         start = start_of_keys(tile.row, tile, n, C)
@@ -92,9 +92,7 @@ def fp8_producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             due = Due(True, columns + key, head, batch)
             count += 1
         done += 1
+        more, spot, tile = next_tile(done, spot, source, n, C)
         if C.is_uneven:
-            t, tile = with_rows(draw(source.counter, n), source, n, C)
-            post(tile, t < n.num_tiles, done, at.notes, C)
-        else:
-            t, tile = with_rows(t + gl.num_programs(0), source, n, C)
+            post(tile, more, done, at.notes, C)
     _load_v(source, at, count, due, C)

@@ -21,8 +21,9 @@ from onchip.kernels.hopper.tiles import (
     onward,
     post,
     start_of_keys,
+    start_of_walk,
     tile_at,
-    tile_from,
+    tile_of,
 )
 
 
@@ -109,49 +110,26 @@ def _load_q(q_desc, at: Shared, done, tile: Tile, C: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, n: Sizes):
-    """The number of a tile that no CTA has taken, or one past the last."""
-    drawn = gl.atomic_add(counter, 1)
-    if drawn == n.num_tiles - 1:  # the launch's last draw: every CTA draws once in vain
-        gl.store(counter, 0)
-    return drawn + gl.num_programs(0)
-
-
-@gluon.jit
-def with_rows(t, source: Inputs, n: Sizes, C: gl.constexpr):
-    """Tile `t`, or the next one drawn that has rows: (its number, the tile)."""
-    tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
-    if C.packed_q:
-        while (t < n.num_tiles) & (tile.row >= tile.seqlen_q):
-            t = draw(source.counter, n)
-            tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
-    return t, tile
-
-
-@gluon.jit
 def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
     """Tile `t`: (whether there is one, where the CTA's walk stands, the tile)."""
     if C.packed_q:
         spot = onward(t, spot, n, source.lengths, C)
         more = spot.batch < n.num_pairs // n.num_heads
-        return more, spot, tile_from(t, spot, n, source.lengths, C)
+        return more, spot, tile_of(t, spot, n, source.lengths, C)
     else:
         tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
         return t < n.num_tiles, spot, tile
 
 
 @gluon.jit
-def _first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
-    """`_met` of the CTA's first tile."""
-    spot = Spot(0, 0, 0, 0)
-    if C.packed_q:
-        spot = Spot(0, 0, 0, gl.load(source.lengths.cu_seqlens_q + 1))
-    return _met(gl.program_id(0), spot, source, n, C)
+def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
+    """The CTA's first tile, as `_met` returns it."""
+    return _met(gl.program_id(0), start_of_walk(source.lengths, C), source, n, C)
 
 
 @gluon.jit
-def _next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
-    """`_met` of a tile that no CTA has taken."""
+def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
+    """A tile that no CTA has taken, as `_met` returns it."""
     if C.is_uneven:
         drawn = gl.atomic_add(source.counter, 1)
         more, spot, tile = _met(drawn + gl.num_programs(0), spot, source, n, C)
@@ -172,7 +150,7 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
-    more, spot, tile = _first_tile(source, n, C)
+    more, spot, tile = first_tile(source, n, C)
     if C.is_uneven:
         post(tile, more, done, at.notes, C)
     while more:
@@ -193,7 +171,7 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             due = following
             count += 1
         done += 1
-        more, spot, tile = _next_tile(done, spot, source, n, C)
+        more, spot, tile = next_tile(done, spot, source, n, C)
         if C.is_uneven:
             post(tile, more, done, at.notes, C)
     _load_v(source, at, count, due, C)

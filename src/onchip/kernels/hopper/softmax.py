@@ -39,7 +39,7 @@ def packed(weights, DTYPE: gl.constexpr):
     Words, since Triton would carry 16 bits from loop to loop one value in each register.
     """
     a, b = gl.split(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
-    if DTYPE == gl.bfloat16:
+    if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b],
                                          dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
     else:
@@ -53,7 +53,7 @@ def operand(words, DTYPE: gl.constexpr, acc):
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     x = gl.reshape(gl.join(words, words), [words.shape[0], words.shape[1] * 2])
     x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
-    if DTYPE == gl.bfloat16:
+    if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.bfloat16,
                                          is_pure=True, pack=2)  # fmt: skip
     else:

@@ -94,80 +94,77 @@ def _span(cu_seqlens, batch):
 
 
 @gluon.jit
-def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
-    """Tile number `t`, which may lie past its sequence's end.
+def _keys_of(batch, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Where a sequence's keys begin in memory, and how many there are."""
+    start = 0
+    size = n.seqlen_k
+    if C.packed_k:
+        start, size = _span(lengths.cu_seqlens_k, batch)
+        if C.page_size > 0:  # pages have no common start: the offsets only tell lengths
+            start = 0
+    if C.has_used:
+        size = gl.load(lengths.seqused_k + batch)
+    return start, size
 
-    Where tiles differ in length: groups of heads, in a group the longest tiles first.
-    """
+
+@gluon.jit
+def _place(t, num_heads, num_blocks, n: Sizes):
+    """Tile `t` of so many heads: (its head, its block); in groups, the longest tiles first."""
+    group = t // (n.heads_per_group * num_blocks)
+    rest = t - group * (n.heads_per_group * num_blocks)
+    size = gl.minimum(n.heads_per_group, num_heads - group * n.heads_per_group)
+    return group * n.heads_per_group + rest % size, num_blocks - 1 - rest // size
+
+
+@gluon.jit
+def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Tile number `t` where all sequences have as many queries."""
     if C.is_uneven:
-        group = t // (n.heads_per_group * n.num_blocks)
-        rest = t - group * (n.heads_per_group * n.num_blocks)
-        size = gl.minimum(n.heads_per_group, n.num_pairs - group * n.heads_per_group)
-        block = n.num_blocks - 1 - rest // size
-        pair = group * n.heads_per_group + rest % size
+        pair, block = _place(t, n.num_pairs, n.num_blocks, n)
     else:
         block = t % n.num_blocks
         pair = t // n.num_blocks
     batch = pair // n.num_heads
-    q_start = 0
-    k_start = 0
-    seqlen_q = n.seqlen_q
-    seqlen_k = n.seqlen_k
-    if C.packed_q:
-        q_start, seqlen_q = _span(lengths.cu_seqlens_q, batch)
-    if C.packed_k:
-        k_start, seqlen_k = _span(lengths.cu_seqlens_k, batch)
-        if C.page_size > 0:  # pages have no common start: the offsets only tell lengths
-            k_start = 0
-    if C.has_used:
-        seqlen_k = gl.load(lengths.seqused_k + batch)
-    row = block * C.block_m
-    return Tile(row, pair % n.num_heads, batch, q_start, k_start, seqlen_q, seqlen_k)
+    k_start, seqlen_k = _keys_of(batch, n, lengths, C)
+    return Tile(block * C.block_m, pair % n.num_heads, batch, 0, k_start, n.seqlen_q, seqlen_k)
 
 
 @gluon.jit
-def _num_blocks(spot: Spot, C: gl.constexpr):
-    return (spot.size + C.block_m - 1) // C.block_m
+def start_of_walk(lengths: Lengths, C: gl.constexpr):
+    """The first packed sequence."""
+    if C.packed_q:
+        start, size = _span(lengths.cu_seqlens_q, 0)
+        return Spot(0, 0, start, size)
+    else:
+        return Spot(0, 0, 0, 0)
 
 
 @gluon.jit
 def onward(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Walks on to the sequence of tile `t`, or past the last one."""
+    num_sequences = n.num_pairs // n.num_heads
     batch = spot.batch
     first = spot.first
     start = spot.start
     size = spot.size
-    num_sequences = n.num_pairs // n.num_heads
-    after = first + ((size + C.block_m - 1) // C.block_m) * n.num_heads
-    while (batch < num_sequences) & (t >= after):
+    following = first + (size + C.block_m - 1) // C.block_m * n.num_heads
+    while (batch < num_sequences) & (t >= following):
         batch += 1
-        first = after
+        first = following
         start += size
         size = gl.load(lengths.cu_seqlens_q + gl.minimum(batch + 1, num_sequences)) - start
-        after = first + ((size + C.block_m - 1) // C.block_m) * n.num_heads
+        following = first + (size + C.block_m - 1) // C.block_m * n.num_heads
     return Spot(batch, first, start, size)
 
 
 @gluon.jit
-def tile_from(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
-    """Tile number `t`, of the sequence that `onward` found: groups of heads, longest tiles first."""
-    num_blocks = gl.maximum(_num_blocks(spot, C), 1)
+def tile_of(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
+    """Tile number `t`, of the packed sequence to which `onward` came; past the last, any tile."""
+    num_blocks = gl.maximum((spot.size + C.block_m - 1) // C.block_m, 1)
+    index = gl.minimum(t - spot.first, num_blocks * n.num_heads - 1)
+    head, block = _place(index, n.num_heads, num_blocks, n)
     batch = gl.minimum(spot.batch, n.num_pairs // n.num_heads - 1)
-    heads = gl.minimum(n.heads_per_group, n.num_heads)
-    t = gl.minimum(t - spot.first, num_blocks * n.num_heads - 1)
-    group = t // (heads * num_blocks)
-    rest = t - group * (heads * num_blocks)
-    size = gl.minimum(heads, n.num_heads - group * heads)
-    block = num_blocks - 1 - rest // size
-    head = group * heads + rest % size
-    k_start = 0
-    seqlen_k = n.seqlen_k
-    if C.packed_k:
-        k_start, seqlen_k = _span(lengths.cu_seqlens_k, batch)
-        if C.page_size > 0:
-            k_start = 0
-    if C.has_used:
-        seqlen_k = gl.load(lengths.seqused_k + batch)
+    k_start, seqlen_k = _keys_of(batch, n, lengths, C)
     return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k)
 
 
