@@ -199,7 +199,9 @@ sys.modules["triton.experimental.gluon.language.nvidia.hopper"].warpgroup_mma_wa
 sys.modules["triton"].knobs = SimpleNamespace()
 sys.modules["triton"].language = sys.modules["triton.language"]
 sys.modules["triton.language.extra"] = types.ModuleType("triton.language.extra")
-sys.modules["triton.language.extra.cuda"] = SimpleNamespace(gdc_wait=None)
+sys.modules["triton.language.extra.cuda"] = SimpleNamespace(
+    gdc_launch_dependents=None, gdc_wait=None
+)
 Memory.reshape = lambda self, shape: Memory(self.data.reshape(tuple(shape)))
 
 from onchip.kernels.hopper import arguments, consumer, forward, producer  # noqa: E402
@@ -208,8 +210,8 @@ from tests.portable_cases import Case, build  # noqa: E402
 
 producer.in_pieces = lambda tiles, descriptor, number, rows: Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
-consumer.packed = lambda weights, dtype: weights.to(dtype)
-consumer.operand = lambda words, dtype, acc: words
+consumer.packed = lambda weights, dtype, code: weights.to(dtype)
+consumer.operand = lambda p, dtype, code: p
 
 
 def run(problem, tensors, programs: int, config: Config | None = None):

@@ -88,6 +88,18 @@ def _entries() -> list[dict]:
         config = asdict(_without_maxima(build(case).problem))
         entry = {"name": f"sums-{name}-{dim}", "case": case, "config": config, "rise": rise}
         found.append(entry)
+    # Two blocks of rows that lie apart: one warpgroup passes over several K/V tiles.
+    for dim, length, maxima in (
+        (64, 64, True),
+        (64, 200, True),
+        (64, 1000, False),
+        (128, 650, True),
+    ):
+        case = Case((length,), (length,), heads=2, causal=True, dim=dim, dim_v=dim)
+        chosen = choose_forward(build(case).problem)
+        config = asdict(replace(chosen, folded=True, maxima=maxima))
+        name = f"folded-{length}-{dim}"
+        found.append({"name": name, "case": case, "config": config, "rise": 1.0, "programs": 99})
     return found
 
 
@@ -139,7 +151,8 @@ def _repair(call, config, out, lse, counters) -> None:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_roles_and_repair_give_the_oracles_result(modelled, name, monkeypatch):
-    monkeypatch.setattr(repair, "gdc_wait", lambda: None)
+    for control in ("gdc_launch_dependents", "gdc_wait"):
+        monkeypatch.setattr(repair, control, lambda: None)
     found, entry = modelled[name], ENTRIES[name]
     assert not isinstance(found, str), found
     call = build(entry["case"])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import onchip
 from onchip import reference
 from onchip.kernels import KERNELS
+from onchip.kernels.hopper.config import choose_forward
 from tests.portable_cases import Case, build, check
 from tests.tolerance import check_gradients
 
@@ -184,6 +185,45 @@ def test_two_streams_at_once(forward):
                 found.append(forward.launch(call.problem, call.tensors)[0])
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for out in found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_launches_that_overlap_wait_for_each_others_results(forward, dim, causal):
+    """Each is set up while the one before runs: a chain of them gives what one at a time gives."""
+    case = Case(
+        (500,), (500,), heads=16, kv_heads=16, dim=dim, dim_v=dim, dtype=BF16, causal=causal
+    )
+    call = build(case, "cuda")
+
+    def chain(waits: bool) -> torch.Tensor:
+        tensors = replace(call.tensors)
+        for _ in range(40):
+            tensors.q = 8 * forward.launch(call.problem, tensors)[0]
+            for _ in range(3):
+                tensors.q, _ = forward.launch(call.problem, tensors)
+                if waits:
+                    torch.cuda.synchronize()
+        return tensors.q
+
+    want = chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(captured, want)
+        assert torch.equal(chain(False), want)
+
+
+@pytest.mark.parametrize("length", [64, 200, 777, 1024])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_of_a_tile_that_lie_apart(forward, dim, length):
+    case = Case((length,), (length,), heads=16, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16,
+                causal=True)  # fmt: skip
+    call = build(case, "cuda")
+    config = replace(choose_forward(call.problem), folded=True)
+    check(call, *forward.launch_with(config, call.problem, call.tensors))
 
 
 def test_outliers_cost_no_more_precision_than_in_flashattention_3(forward):

@@ -6,7 +6,7 @@ Legend: B batch, S_q / S_k lengths, H query heads, D head dimension.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -97,6 +97,21 @@ class Code:
     def is_uneven(self) -> bool:
         """Whether tiles differ in length, so that a counter hands them out."""
         return self.has_left or self.has_right or self.is_ragged
+
+    @property
+    def num_walks(self) -> int:
+        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts."""
+        return 1 + self.cuts_two + self.has_left
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether a tile's two blocks of rows lie apart, see `Config.folded`."""
+        return getattr(self.config, "folded", False)
+
+    @property
+    def num_known(self) -> int:
+        """Tiles of a CTA of which nobody needs to tell its consumers."""
+        return int(self.is_uneven and not self.is_ragged)
 
     @property
     def may_be_empty(self) -> bool:
@@ -278,8 +293,12 @@ def resolved_of(
 def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Tensor) -> Resolved:
     code = code_of(config, problem)
     sizes = sizes_of(code, problem)
-    grid = (min(num_sms(tensors.q.device), sizes[_NUM_TILES]),)
-    launch = Launch(kernel, grid, tensors.q.get_device(), num_warps=4)
+    most = num_sms(tensors.q.device)
+    if config.folded and sizes[_NUM_TILES] > most:  # a CTA would get a second tile
+        code = code_of(replace(config, folded=False), problem)
+    grid = (min(most, sizes[_NUM_TILES]),)
+    # A dependent launch: it is set up while what runs before it ends.
+    launch = Launch(kernel, grid, tensors.q.get_device(), num_warps=4, launch_pdl=True)
     numbers = (*factors_of(problem), stride_of(tensors.block_table), *sizes)
     return Resolved(problem, launch, descriptors(code, tensors, out), numbers, code)
 
@@ -291,6 +310,8 @@ def code_of(config: Config, problem: Problem) -> Code:
         packed_k = packed_k and problem.layout_k is Layout.PACKED
     ragged = packed_q or packed_k or problem.seqused_k
     has_right = problem.mask.right >= 0
+    folded = getattr(config, "folded", False)
+    assert not (folded and (ragged or problem.mask.left >= 0)), "a tile's keys lie together"
     reach = problem.seqlen_k - problem.seqlen_q + problem.mask.right
     return Code(
         config=config,
@@ -302,7 +323,7 @@ def code_of(config: Config, problem: Problem) -> Code:
         has_right=has_right,
         cuts_two=has_right and (ragged or reach % WARPGROUP_ROWS > 0),
         skips=has_right
-        and (ragged or config.block_n != config.block_m or reach % config.block_n > 0),
+        and (ragged or folded or config.block_n != config.block_m or reach % config.block_n > 0),
         # A causal edge ends at the last key by itself.
         has_tail=not problem.mask.causal and (ragged or problem.seqlen_k % config.block_n > 0),
         packed_q=packed_q,

@@ -30,6 +30,18 @@ def _arrival(threads, v, pins):
 
 
 @gluon.jit
+def meet_other_launches():
+    """Waits until earlier launches are done, and lets the next one be set up meanwhile.
+
+    A launch that was told to (`launch_pdl`) starts as soon as the one before lets it, and waits
+    here; where neither was, this does nothing.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+        [_named(0, 4)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def release(count, V: gl.constexpr, C: gl.constexpr):
     """A consumer warpgroup has read the K (V = 0) or V (V = 1) tile number `count`.
 

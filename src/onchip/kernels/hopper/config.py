@@ -36,6 +36,8 @@ class Config:
         maxima: whether every step takes the maxima of its S; without, a step whose tile is seen
             in full subtracts what the sums so far suggest (see `softmax.grown`).
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
+        folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
+            other from the last: causal tiles are then alike. Only where each CTA has one tile.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -52,6 +54,7 @@ class Config:
     pins: str = ""
     maxima: bool = True
     q_in_registers: bool = False
+    folded: bool = False
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):
@@ -64,6 +67,8 @@ class Config:
                 f"block_n: got {self.block_n} for {self.warpgroups} warpgroups; a warpgroup "
                 f"skips one tile at most: {self.block_m - WARPGROUP_ROWS} keys or more"
             )
+        if self.folded and self.warpgroups != 2:
+            raise ValueError(f"folded: got {self.warpgroups} warpgroups; allowed: 2")
         if self.q_buffers not in (1, 3):
             raise ValueError(f"q_buffers: got {self.q_buffers}; allowed: 1 or 3")
         if self.pins not in ("", "k", "v", "kv"):

@@ -42,10 +42,12 @@ from onchip.kernels.hopper.tiles import (
     Tile,
     View,
     end_of_keys,
+    end_of_tile,
     masked,
     num_before_the_left,
     num_cut_on_the_right,
     read,
+    row_of,
     start_of_keys,
     tile_at,
 )
@@ -74,17 +76,42 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def first_tile_number(lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
+    """`tile_number` of the CTA's first tile, which is its own number."""
+    if C.num_known > 0:
+        t = gl.program_id(0)
+        return t < n.num_tiles, tile_at(t, n, lengths, C)
+    else:
+        return tile_number(0, lengths, at, n, C)
+
+
+@gluon.jit
+def _pass_over(count, at: Shared, W: gl.constexpr, C: gl.constexpr):
+    mbarrier.wait(at.k_full.index(count % C.stages), (count // C.stages) & 1)
+    release(count, 0, C)
+    wait_for_turn(W, C)
+    pass_turn((W + 1) % C.warpgroups, C)
+
+
+@gluon.jit
 def skip_k(skipped, count, at: Shared, W: gl.constexpr, C: gl.constexpr):
-    """Passes over the CTA's last K tile, if it lies beyond the keys of this warpgroup's rows."""
-    if skipped > 0:
-        mbarrier.wait(at.k_full.index(count % C.stages), (count // C.stages) & 1)
-        release(count, 0, C)
-        wait_for_turn(W, C)
-        pass_turn((W + 1) % C.warpgroups, C)
+    """Passes over the CTA's last K tiles, if they lie beyond the keys of this warpgroup's rows.
+
+    At most one where a tile's rows lie together. Of several the V tiles but the last are passed
+    over as well: the producer does not run further ahead than its slots.
+    """
+    if C.is_folded:
+        for j in range(skipped):
+            _pass_over(count + j, at, W, C)
+            skip_v(j, count + j - 1, at, C)
+    else:
+        if skipped > 0:
+            _pass_over(count, at, W, C)
 
 
 @gluon.jit
 def skip_v(skipped, count, at: Shared, C: gl.constexpr):
+    """Passes over V tile `count`, the last one, if K tiles were passed over."""
     if skipped > 0:
         mbarrier.wait(at.v_full.index(count % C.stages), (count // C.stages) & 1)
         release(count, 1, C)
@@ -141,7 +168,7 @@ def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
     slot = count % C.stages
     mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
     v = plane(at.v.index(slot), C.block_n, C.width_v)
-    return warpgroup_mma(operand(walk.p, at.q.dtype, walk.acc), v, walk.acc, is_async=True)
+    return warpgroup_mma(operand(walk.p, at.q.dtype, C), v, walk.acc, is_async=True)
 
 
 @gluon.jit
@@ -181,7 +208,7 @@ def _step(
         mbarrier.wait(at.q_full.index(i), phase)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-    p = packed(weights, at.q.dtype)
+    p = packed(weights, at.q.dtype, C)
     if C.late:
         acc = rescaled(acc, alpha, C)
     return Walk(p, acc, m, l, walk.q)
@@ -195,10 +222,10 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
         S, its K tile's number, how many K/V tiles were passed over, `end_of_keys` and Q.
     """
     SKIPS: gl.constexpr = C.skips and C.warpgroups > W + 1
-    end = end_of_keys(tile.row + W * 64 + 64, tile, n, C)
+    end = end_of_keys(row_of(tile, W, n, C) + 64, tile, n, C)
     skipped = 0
     if SKIPS:
-        skipped = gl.where(more, end_of_keys(tile.row + C.block_m, tile, n, C) - end, 0)
+        skipped = gl.where(more, end_of_tile(tile, n, C) - end, 0)
         skip_k(skipped, count, at, W, C)
         count += skipped
     i = (done % C.q_buffers) * C.warpgroups + W
@@ -346,15 +373,15 @@ def consumer(
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
         pass_turn(0, C)
-    more, tile = tile_number(done, lengths, at, n, C)
-    view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+    more, tile = first_tile_number(lengths, at, n, C)
+    view = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
     s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
-    skip_v(skipped, 0, at, C)
+    skip_v(skipped, count - 1, at, C)
     weights, m, l = _first_weights(s, end, view, terms, n, C)
-    p = packed(weights, DTYPE)
+    p = packed(weights, DTYPE, C)
     walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
@@ -387,8 +414,8 @@ def consumer(
             acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
             walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
             _finish(walk, o, full > cut, view, terms, to, n, C)
-        more, tile = tile_number(done, lengths, at, n, C)
-        following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+        more, tile = tile_number(done - C.num_known, lengths, at, n, C)
+        following = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
         if C.q_buffers == 1:
             release_if(more, count, 1, C)
         s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
@@ -407,8 +434,8 @@ def consumer(
                 mbarrier.wait(at.q_full.index(j), (done // C.q_buffers) & 1, pred=more)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release_if(more, count, 1, C)
-        skip_v(skipped, count + 1, at, C)
-        p = packed(weights, DTYPE)
+        skip_v(skipped, first - 1, at, C)
+        p = packed(weights, DTYPE, C)
         if C.q_buffers > 1:
             walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
             _finish(walk, o, full > cut, view, terms, to, n, C)

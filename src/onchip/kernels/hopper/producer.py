@@ -17,9 +17,10 @@ from onchip.kernels.hopper.tiles import (
     Sizes,
     Spot,
     Tile,
-    end_of_keys,
+    end_of_tile,
     onward,
     post,
+    row_of,
     start_of_keys,
     start_of_walk,
     tile_at,
@@ -97,7 +98,7 @@ def _load_k(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, at: Shared, done, tile: Tile, C: gl.constexpr):
+def _load_q(q_desc, at: Shared, done, tile: Tile, n: Sizes, C: gl.constexpr):
     """Loads each warpgroup's rows of Q as soon as its buffer is free."""
     buffer = done % C.q_buffers
     WARPGROUPS: gl.constexpr = C.warpgroups
@@ -105,7 +106,7 @@ def _load_q(q_desc, at: Shared, done, tile: Tile, C: gl.constexpr):
         i = buffer * C.warpgroups + w
         mbarrier.wait(at.q_empty.index(i), ((done // C.q_buffers) & 1) ^ 1)
         mbarrier.expect(at.q_full.index(i), 64 * C.width * 2)
-        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + tile.row + w * 64, 0]
+        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + row_of(tile, w, n, C), 0]
         tma_load(q_desc, place, at.q_full.index(i), at.q.index(i))
 
 
@@ -151,17 +152,17 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
     more, spot, tile = first_tile(source, n, C)
-    if C.is_uneven:
-        post(tile, more, done, at.notes, C)
+    if C.is_uneven and C.num_known == 0:
+        post(tile, more, 0, at.notes, C)
     while more:
         head = tile.head // n.group
         batch = place_of(tile, C.packed_k and C.page_size == 0)
         start = start_of_keys(tile.row, tile, n, C)
-        end = end_of_keys(tile.row + C.block_m, tile, n, C)
+        end = end_of_tile(tile, n, C)
         if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
             _load_v(source, at, count, due, C)
             due = Due(False, 0, 0, 0, 0, 0)
-        _load_q(source.q, at, done, tile, C)
+        _load_q(source.q, at, done, tile, n, C)
         for i in range(end - start):
             key = tile.k_start + (end - 1 - i) * C.block_n
             page = _page_of(key, batch, source.lengths, C)
@@ -173,5 +174,5 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
         done += 1
         more, spot, tile = next_tile(done, spot, source, n, C)
         if C.is_uneven:
-            post(tile, more, done, at.notes, C)
+            post(tile, more, done - C.num_known, at.notes, C)
     _load_v(source, at, count, due, C)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.arguments import Resolved, num_sms
 from onchip.kernels.launcher import Launch
@@ -189,7 +189,8 @@ def attn_repair_hopper(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A few programs, each over every so many tiles of BM rows and BD columns."""
-    gdc_wait()  # this grid is launched while the forward still runs
+    gdc_launch_dependents()  # this grid is launched while the forward still runs, and the next
+    gdc_wait()
     if tl.load(counters + 1) == 0:
         return
     num_blocks = tl.cdiv(seqlen_q, BM)

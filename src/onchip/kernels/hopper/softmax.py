@@ -33,11 +33,16 @@ def halves(x):
 
 
 @gluon.jit
-def packed(weights, DTYPE: gl.constexpr):
-    """P (64, BN) in 16 bits, two neighbours a word; no data moves.
+def _operand(p, C: gl.constexpr):
+    """P (64, BN), laid out as wgmma's first operand; no data moves."""
+    WIDTH_V: gl.constexpr = C.width_v
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2))
 
-    Words, since Triton would carry 16 bits from loop to loop one value in each register.
-    """
+
+@gluon.jit
+def _words(weights, DTYPE: gl.constexpr):
+    """P (64, BN) in 16 bits, as words of two neighbours."""
     a, b = gl.split(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
     if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b],
@@ -48,17 +53,38 @@ def packed(weights, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def operand(words, DTYPE: gl.constexpr, acc):
-    """`packed` words as wgmma's first operand (64, BN), for a product into `acc`."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+def _unpacked(words, DTYPE: gl.constexpr, C: gl.constexpr):
+    """What `_words` made, as wgmma's first operand."""
     x = gl.reshape(gl.join(words, words), [words.shape[0], words.shape[1] * 2])
-    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
+    x = _operand(x, C)
     if DTYPE.is_bf16():
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.bfloat16,
                                          is_pure=True, pack=2)  # fmt: skip
     else:
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], dtype=gl.float16,
                                          is_pure=True, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def packed(weights, DTYPE: gl.constexpr, C: gl.constexpr):
+    """P (64, BN) in 16 bits, as one step hands it to the next.
+
+    Where several walks follow one another these are words: Triton would carry 16 bits from walk
+    to walk one value in each register, and take them apart in every step.
+    """
+    if C.num_walks > 1:
+        return _words(weights, DTYPE)
+    else:
+        return _operand(weights.to(DTYPE), C)
+
+
+@gluon.jit
+def operand(p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """What `packed` gave as wgmma's first operand (64, BN)."""
+    if C.num_walks > 1:
+        return _unpacked(p, DTYPE, C)
+    else:
+        return p
 
 
 @gluon.jit

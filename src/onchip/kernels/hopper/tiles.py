@@ -126,7 +126,10 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
         pair = t // n.num_blocks
     batch = pair // n.num_heads
     k_start, seqlen_k = _keys_of(batch, n, lengths, C)
-    return Tile(block * C.block_m, pair % n.num_heads, batch, 0, k_start, n.seqlen_q, seqlen_k)
+    row = block * C.block_m
+    if C.is_folded:
+        row = block * 64
+    return Tile(row, pair % n.num_heads, batch, 0, k_start, n.seqlen_q, seqlen_k)
 
 
 @gluon.jit
@@ -213,6 +216,15 @@ def read(done, n: Sizes, notes: Notes, C: gl.constexpr):
 
 
 @gluon.jit
+def row_of(tile: Tile, W: gl.constexpr, n: Sizes, C: gl.constexpr):
+    """The first of warpgroup W's 64 rows of a tile."""
+    if C.is_folded and W > 0:
+        return n.num_blocks * 128 - 64 - tile.row
+    else:
+        return tile.row + W * 64
+
+
+@gluon.jit
 def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
     """K/V tiles up to the last one that a row before `row_end` sees; at least one."""
     end = tile.seqlen_k
@@ -220,6 +232,13 @@ def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
         reach = tile.seqlen_k - tile.seqlen_q + n.right
         end = gl.minimum(row_end + reach, tile.seqlen_k)
     return gl.maximum((end + C.block_n - 1) // C.block_n, 1)
+
+
+@gluon.jit
+def end_of_tile(tile: Tile, n: Sizes, C: gl.constexpr):
+    """`end_of_keys` of a whole tile of queries, whose last warpgroup sees most keys."""
+    LAST: gl.constexpr = C.warpgroups - 1
+    return end_of_keys(row_of(tile, LAST, n, C) + 64, tile, n, C)
 
 
 @gluon.jit
