@@ -30,7 +30,7 @@ def _arrival(threads, v, pins):
 
 
 @gluon.jit
-def meet_other_launches():
+def meet_other_launches(NUM_WARPS: gl.constexpr):
     """Waits until earlier launches are done, and lets the next one be set up meanwhile.
 
     A launch that was told to (`launch_pdl`) starts as soon as the one before lets it, and waits
@@ -38,7 +38,7 @@ def meet_other_launches():
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
-        [_named(0, 4)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+        [_named(0, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

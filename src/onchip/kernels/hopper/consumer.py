@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
+from onchip.kernels.hopper.barriers import (
+    meet_other_launches,
+    pass_turn,
+    release,
+    release_if,
+    wait_for_turn,
+)
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -361,6 +367,7 @@ def consumer(
     C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
+    meet_other_launches(4)
     BN: gl.constexpr = C.block_n
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])

@@ -57,7 +57,6 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from onchip.kernels.hopper.arguments import lengths_of, resolved_of
-from onchip.kernels.hopper.barriers import meet_other_launches
 from onchip.kernels.hopper.config import Config
 from onchip.kernels.hopper.consumer import consumer
 from onchip.kernels.hopper.gluon_names import gl
@@ -92,7 +91,6 @@ def attn_fwd_hopper(
     at = shared_memory(q_desc, k_desc, v_desc, o_desc, C)
     to = Outputs(o_desc, out, lse, counters + 1)
     source = Inputs(q_desc, k_desc, v_desc, lengths, counters)
-    meet_other_launches()
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([

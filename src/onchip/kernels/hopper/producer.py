@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.barriers import wait_for_slot
+from onchip.kernels.hopper.barriers import meet_other_launches, wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
 from onchip.kernels.hopper.shared import Inputs, Shared, place_of
 from onchip.kernels.hopper.tiles import (
@@ -148,6 +148,7 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
 @gluon.jit
 def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     """Loads what the consumers will read, in their order; V one K/V tile behind K."""
+    meet_other_launches(1)
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
