@@ -216,7 +216,7 @@ consumer.operand = lambda p, dtype, code: p
 
 def run(problem, tensors, programs: int, config: Config | None = None):
     """out, lse and counters as the kernel leaves them; what it does not write stays NaN."""
-    code = arguments.code_of(config or choose_forward(problem), problem)
+    code = arguments.code_for(config or choose_forward(problem), problem, programs)
     sizes = arguments.sizes_of(code, problem)
     q, k, v = tensors.q, tensors.k, tensors.v
     out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)

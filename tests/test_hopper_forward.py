@@ -97,9 +97,13 @@ def _entries() -> list[dict]:
     ):
         case = Case((length,), (length,), heads=2, causal=True, dim=dim, dim_v=dim)
         chosen = choose_forward(build(case).problem)
-        config = asdict(replace(chosen, folded=True, maxima=maxima))
+        config = asdict(replace(chosen, folded=True, turns=False, maxima=maxima))
         name = f"folded-{length}-{dim}"
         found.append({"name": name, "case": case, "config": config, "rise": 1.0, "programs": 99})
+    for name in ("causal", "packed_causal", "more_keys", "full"):  # the last tile ends early
+        case = replace(CASES[name], dim=64, dim_v=64)
+        config = asdict(replace(choose_forward(build(case).problem), folded=False, stops=True))
+        found.append({"name": f"stops-{name}", "case": case, "config": config, "rise": 1.0})
     return found
 
 

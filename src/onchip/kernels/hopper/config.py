@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onchip.problem import Problem
+from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.
 WARPGROUP_ROWS = 64
+#: Multiprocessors of an H100 SXM and of an H200.
+NUM_SMS = 132
 #: Bytes of K and V that CTAs working at the same time should share in the L2 cache.
 L2_BUDGET_BYTES = 16 << 20
 
@@ -38,6 +40,8 @@ class Config:
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
         folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
+        stops: whether nothing more is computed behind a CTA's last tile, rather than the first S
+            of a tile that there is not.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -55,6 +59,7 @@ class Config:
     maxima: bool = True
     q_in_registers: bool = False
     folded: bool = False
+    stops: bool = False
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):
@@ -102,9 +107,20 @@ def choose_forward(problem: Problem) -> Config:
     if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
         return _LONG_64[maxima]
     config = _CONFIGS[width, causal, maxima]
+    if width < 256 and _is_single(problem):
+        return replace(config, folded=True, turns=False)
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
+
+
+def _is_single(problem: Problem) -> bool:
+    """Whether the tiles of causal squares are no more than a GPU has multiprocessors."""
+    size = problem.seqlen_q
+    is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
+    is_square = problem.mask.causal and size == problem.seqlen_k and not problem.seqused_k
+    num_tiles = problem.batch * problem.num_heads * -(-size // (2 * WARPGROUP_ROWS))
+    return is_dense and is_square and problem.mask.left < 0 and num_tiles <= NUM_SMS
 
 
 # H200, bf16, 16k tokens, 2026-11-30, ratio to FlashAttention-3 in the same rounds at N = 16k / 4k
@@ -114,8 +130,9 @@ _WIDE = Config(2, 64, 2, q_buffers=1, turns=True, late=True, registers=240, pins
 # D = 192, D_v = 128: V's releases alone 1.10 / 1.10 / 1.16, both 1.08 / 1.08 / 1.14.
 _DEEP = replace(_WIDE, stages=3, pins="v")
 _UNEQUAL = {True: _DEEP, False: replace(_DEEP, maxima=False)}
-_LONG = 8192
-# Three warpgroups: causal at 16k 0.98 against 0.91 of two, with maxima; at 1k 0.97 against 1.19.
+# Causal at D = 64, ratio to FlashAttention-3 of three warpgroups and of two: N = 1k 1.02 and 1.26, 2k
+# 1.03 and 1.06, 4k 1.05 and 1.02, 8k 1.06 and 0.97; packed, up to 4k, 1.12 and 1.05.
+_LONG = 2048
 _TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160, pins="k")
 _USUAL_64 = Config(2, 128, 3, q_buffers=3, turns=True, late=False, registers=240, pins="k")
 _USUAL_128 = Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)

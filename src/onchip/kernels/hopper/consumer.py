@@ -362,6 +362,84 @@ def _finish(
 
 
 @gluon.jit
+def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """The walk with its last P V."""
+    acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
+    return Walk(walk.p, acc, walk.m, walk.l, walk.q)
+
+
+@gluon.jit
+def _passed_on(
+    more, tile: Tile, done, walk: Walk, o, count, unmasked, view: View, following: View,
+    terms: Terms, to: Outputs, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The last O += P V of a tile beside the first S = Q K^T of the next, if there is one.
+
+    Returns:
+        The next tile's walk, the number of its first K/V tile, and `end_of_keys`.
+    """
+    WIDTH_V: gl.constexpr = C.width_v
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    NEXT: gl.constexpr = (W + 1) % C.warpgroups
+    s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
+    if C.q_buffers > 1:
+        acc = _product(walk, count, at, C)
+        pass_turn(NEXT, C)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:
+        pass_turn(NEXT, C)
+        s = warpgroup_mma_wait(0, deps=[s])
+    release_if(more, first, 0, C)
+    weights, m, l = _first_weights(s, end, following, terms, n, C)
+    if C.q_buffers > 1:
+        if C.late:
+            j = (done % C.q_buffers) * C.warpgroups + W
+            mbarrier.wait(at.q_full.index(j), (done // C.q_buffers) & 1, pred=more)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release_if(more, count, 1, C)
+    skip_v(skipped, first - 1, at, C)
+    p = packed(weights, at.q.dtype, C)
+    if C.q_buffers > 1:
+        walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
+        _finish(walk, o, unmasked, view, terms, to, n, C)
+    return Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q), first, end
+
+
+@gluon.jit
+def _turn_over(
+    done, walk: Walk, view: View, count, end, unmasked, lengths: Lengths, to: Outputs,
+    terms: Terms, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """From tile number `done - 1`, of which P V of `count` is left, to the next.
+
+    Returns:
+        Whether there is a next tile; its walk, view, first K/V tile and `end_of_keys`.
+    """
+    _free_q(done, at, W, C)
+    i = ((done - 1) % C.q_buffers) * C.warpgroups + W
+    o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
+    if C.q_buffers == 1:  # the next Q comes late: finish this tile first
+        walk = _summed(walk, count, at, C)
+        _finish(walk, o, unmasked, view, terms, to, n, C)
+    more, tile = tile_number(done - C.num_known, lengths, at, n, C)
+    slope = slope_of(terms, tile, n, C)
+    following = View(tile, row_of(tile, W, n, C), view.rows, view.columns, slope)
+    if C.q_buffers == 1:
+        release_if(more, count, 1, C)
+    if C.stops:
+        if more:
+            walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view,
+                                          following, terms, to, at, n, W, C)  # fmt: skip
+        else:
+            walk = _summed(walk, count, at, C)
+            _finish(walk, o, unmasked, view, terms, to, n, C)
+    else:
+        walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view, following,
+                                      terms, to, at, n, W, C)  # fmt: skip
+    return more, walk, following, count, end
+
+
+@gluon.jit
 def consumer(
     W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, at: Shared, n: Sizes,
     C: gl.constexpr,
@@ -413,42 +491,14 @@ def consumer(
                 walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
                 count += 1
 
-        # The last O += P V of this tile and the first S = Q K^T of the next.
         done += 1
-        _free_q(done, at, W, C)
-        o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
-        if C.q_buffers == 1:  # the next Q comes late: finish this tile first
-            acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
-            walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
-            _finish(walk, o, full > cut, view, terms, to, n, C)
-        more, tile = tile_number(done - C.num_known, lengths, at, n, C)
-        following = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
-        if C.q_buffers == 1:
-            release_if(more, count, 1, C)
-        s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
-        if C.q_buffers > 1:
-            acc = _product(walk, count, at, C)
-            pass_turn(NEXT, C)
-            s = warpgroup_mma_wait(1, deps=[s])
+        if C.is_folded:  # the CTA's only tile
+            _finish(_summed(walk, count, at, C), at.q.index(i), full > cut, view, terms, to, n, C)
+            more = done < 0
         else:
-            pass_turn(NEXT, C)
-            s = warpgroup_mma_wait(0, deps=[s])
-        release_if(more, first, 0, C)
-        weights, m, l = _first_weights(s, end, following, terms, n, C)
-        if C.q_buffers > 1:
-            if C.late:
-                j = (done % C.q_buffers) * C.warpgroups + W
-                mbarrier.wait(at.q_full.index(j), (done // C.q_buffers) & 1, pred=more)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            release_if(more, count, 1, C)
-        skip_v(skipped, first - 1, at, C)
-        p = packed(weights, DTYPE, C)
-        if C.q_buffers > 1:
-            walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
-            _finish(walk, o, full > cut, view, terms, to, n, C)
-        walk = Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q)
-        view = following
-        count = first
+            more, walk, view, count, end = _turn_over(
+                done, walk, view, count, end, full > cut, lengths, to, terms, at, n, W, C
+            )
     tma.store_wait(0)
     if W == 0:
         wait_for_turn(0, C)
