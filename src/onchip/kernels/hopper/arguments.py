@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from onchip.bounded import Bounded
-from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
+from onchip.kernels.hopper.config import NUM_SMS, WARPGROUP_ROWS, Config, choose_forward, padded
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
 from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Tensors
@@ -310,7 +310,7 @@ def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] > num_ctas:
-        return code_of(replace(config, folded=False), problem)
+        return code_of(replace(config, folded=False, turns=True), problem)
     return code
 
 
@@ -424,5 +424,5 @@ def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; an H200's where there is none."""
     if device.type != "cuda":
-        return 132
+        return NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
