@@ -95,8 +95,9 @@ class Code:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether tiles differ in length, so that a counter hands them out."""
-        return self.is_cut and not self.is_folded
+        """Whether a counter hands out tiles, since they differ in length."""
+        draws = self.is_ragged or getattr(self.config, "draws", True)
+        return self.is_cut and draws and not self.is_folded
 
     @property
     def is_cut(self) -> bool:

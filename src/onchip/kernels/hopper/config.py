@@ -42,6 +42,7 @@ class Config:
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
         stops: whether nothing more is computed behind a CTA's last tile, rather than the first S
             of a tile that there is not.
+        draws: whether a counter hands out tiles that differ in length, rather than their order.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -60,6 +61,7 @@ class Config:
     q_in_registers: bool = False
     folded: bool = False
     stops: bool = False
+    draws: bool = True
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):

@@ -52,6 +52,7 @@ from onchip.kernels.hopper.tiles import (
     masked,
     num_before_the_left,
     num_cut_on_the_right,
+    number_of,
     read,
     row_of,
     start_of_keys,
@@ -77,7 +78,7 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
     if C.is_uneven:
         return read(done, n, at.notes, C)
     else:
-        t = gl.program_id(0) + done * gl.num_programs(0)
+        t = number_of(done, C)
         return t < n.num_tiles, tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
 
 

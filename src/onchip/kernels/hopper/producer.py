@@ -18,6 +18,7 @@ from onchip.kernels.hopper.tiles import (
     Spot,
     Tile,
     end_of_tile,
+    number_of,
     onward,
     post,
     row_of,
@@ -142,7 +143,7 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
             gl.store(source.counter, 0)
         return more, spot, tile
     else:
-        return _met(gl.program_id(0) + done * gl.num_programs(0), spot, source, n, C)
+        return _met(number_of(done, C), spot, source, n, C)
 
 
 @gluon.jit

@@ -119,7 +119,7 @@ def _place(t, num_heads, num_blocks, n: Sizes):
 @gluon.jit
 def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Tile number `t` where all sequences have as many queries."""
-    if C.is_uneven:
+    if C.is_cut and not C.is_folded:
         pair, block = _place(t, n.num_pairs, n.num_blocks, n)
     else:
         block = t % n.num_blocks
@@ -130,6 +130,15 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
     if C.is_folded:
         row = block * 64
     return Tile(row, pair % n.num_heads, batch, 0, k_start, n.seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def number_of(done, C: gl.constexpr):
+    """A CTA's tile number `done` where none are drawn; of those that differ there and back."""
+    place = gl.program_id(0)
+    if C.is_cut:
+        place = gl.where((done & 1) == 1, gl.num_programs(0) - 1 - place, place)
+    return done * gl.num_programs(0) + place
 
 
 @gluon.jit
