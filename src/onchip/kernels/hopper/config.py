@@ -132,7 +132,7 @@ _WIDE = Config(2, 64, 2, q_buffers=1, turns=True, late=True, registers=240, pins
 # D = 192, D_v = 128: V's releases alone 1.10 / 1.10 / 1.16, both 1.08 / 1.08 / 1.14.
 _DEEP = replace(_WIDE, stages=3, pins="v")
 _UNEQUAL = {True: _DEEP, False: replace(_DEEP, maxima=False)}
-# Causal at D = 64, ratio to FlashAttention-3 of three warpgroups and of two: N = 1k 1.02 and 1.26, 2k
+# Causal at D = 64, ratio to FlashAttention-3 of three warpgroups and of two: 1k 1.02 and 1.26, 2k
 # 1.03 and 1.06, 4k 1.05 and 1.02, 8k 1.06 and 0.97; packed, up to 4k, 1.12 and 1.05.
 _LONG = 2048
 _TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160, pins="k")
