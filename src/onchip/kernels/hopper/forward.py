@@ -40,10 +40,15 @@ pages (P, N, H_kv, D) found through block_table; lse (B, H, S_q) or (H, T_q); st
 of 16 bytes. Shared memory: q_buffers x BM x D for Q, stages x BN x (D + D_v) for K and V.
 
 Sequences that are packed, or whose keys a tensor cuts short, differ in length: the producer
-reads where they lie and tells the consumers in a note.
+reads where they lie and tells the consumers in a note. Packed tiles are numbered along the
+sequences, and a producer walks on from the one where its last tile was.
 
-It does not do: pages of other sizes than
-`onchip.kernels` says, quantised keys, user functions, dropout.
+Causal tiles differ in length too, and a counter hands them out, the longest first. Squares with
+no more tiles than there are multiprocessors are folded instead: one warpgroup takes 64 rows as
+far from the first row as the other's from the last, and all CTAs end at about the same time.
+
+It does not do: pages of other sizes than `onchip.kernels` says, quantised keys, user functions,
+dropout.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, BM / BN rows (queries) and columns (keys) of a tile, W number of a

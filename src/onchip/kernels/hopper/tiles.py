@@ -6,6 +6,9 @@ the last to the first. The right edge cuts the last one and, where ``shift + rig
 multiple of 64, perhaps the one before; the left edge cuts the first ones. All others are seen
 in full and are not masked.
 
+Tiles are handed out in groups of heads whose keys fit in the L2 cache together, within a group
+the longest first.
+
 Legend: B batch, S_q / S_k lengths, H query heads, BM / BN rows (queries) and columns (keys) of
 a tile.
 """
