@@ -20,6 +20,7 @@ from tests import compile_only
 FEATURES = {
     "full": {},
     "causal": {"causal": True},
+    "folded": {"causal": True, "single": 1024},
     "causal_unaligned": {"causal": True, "seqlen_k": 4100},
     "window": {"causal": True, "window": (1000, 0)},
     "packed": {"packed": True, "causal": True},
@@ -36,10 +37,12 @@ def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 
 def pose(
     dim, dim_v=None, seqlen_k=4096, causal=False, window=(-1, -1), packed=False, used=False,
-    softcap=0.0, alibi=0, sinks=False, dtype=torch.bfloat16,
+    softcap=0.0, alibi=0, sinks=False, dtype=torch.bfloat16, single=0,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
-    """A problem as if on a GPU, with tensors that hold no data."""
+    """A problem as if on a GPU, with tensors that hold no data; `single`: one square so long."""
     batch, heads, seqlen_q, ints = 4, 16, 4096, torch.int32
+    if single:
+        batch, seqlen_q, seqlen_k = 1, single, single
     sizes = ((seqlen_q, dim), (seqlen_k, dim), (seqlen_k, dim_v or dim))
     tensors = Tensors(*(_empty(batch, n, heads, d, dtype=dtype) for n, d in sizes))
     if packed:

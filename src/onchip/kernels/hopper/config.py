@@ -106,11 +106,11 @@ def choose_forward(problem: Problem) -> Config:
         return _UNEQUAL[maxima]
     if laden:
         return _LADEN[width]
-    if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
-        return _LONG_64[maxima]
     config = _CONFIGS[width, causal, maxima]
     if width < 256 and _is_single(problem):
         return replace(config, folded=True, turns=False)
+    if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
+        return _LONG_64[maxima]
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
