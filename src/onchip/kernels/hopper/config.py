@@ -76,6 +76,8 @@ class Config:
             )
         if self.folded and self.warpgroups != 2:
             raise ValueError(f"folded: got {self.warpgroups} warpgroups; allowed: 2")
+        if self.stops and self.q_buffers == 1:
+            raise ValueError("stops: got one buffer of Q; allowed: 3")
         if self.q_buffers not in (1, 3):
             raise ValueError(f"q_buffers: got {self.q_buffers}; allowed: 1 or 3")
         if self.pins not in ("", "k", "v", "kv"):

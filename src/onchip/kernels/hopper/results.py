@@ -1,0 +1,77 @@
+"""How a consumer of the Hopper forward hands over 64 finished rows: outputs, LSE, notes.
+
+Legend: B batch, S_q length, T packed tokens, H query heads, C code.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+
+from onchip.kernels.hopper.gluon_names import fence_async_shared, gl, tma, tma_store
+from onchip.kernels.hopper.shared import Outputs, place_of, plane
+from onchip.kernels.hopper.softmax import halves
+from onchip.kernels.hopper.tiles import Sizes, View
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def row_index(view: View):
+    """Rows of the sequence, and which of them there are."""
+    index = view.row + view.rows
+    return index, index < view.tile.seqlen_q
+
+
+@gluon.jit
+def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    index, inside = row_index(view)
+    tile = view.tile
+    if C.packed_q:  # (H, T_q)
+        start = gl.cast(tile.head, gl.int64) * n.tokens_q + tile.q_start
+    else:
+        start = gl.cast(tile.batch * n.num_heads + tile.head, gl.int64) * n.seqlen_q
+    gl.store(to.lse + start + index, (top + gl.log2(l)) * LN2, mask=inside)
+
+
+@gluon.jit
+def note_leaks(out, l, view: View, to: Outputs):
+    """Notes rows for `repair.py`: NaN or infinite although their weights are not, or overflowed."""
+    sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
+    _, inside = row_index(view)
+    leaks = (((sums != 0.0) & (l == l)) | (l == float("inf"))) & inside
+    gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
+
+
+@gluon.jit
+def store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
+    """Stores 64 rows by TMA, which leaves out what lies outside of the tensor."""
+    tile = view.tile
+    row = tile.q_start + view.row
+    place = place_of(tile, C.packed_q)
+    if C.q_buffers > 1:
+        plane(o, 64, C.width_v).store(out)
+        fence_async_shared()
+        tma_store(to.tiles, [place, tile.head, row, 0], o)
+    else:  # in two halves
+        left, right = halves(out)
+        for i in gl.static_range(2):
+            tma.store_wait(0)
+            if i == 0:
+                plane(o, 64, C.width_v // 2).store(left)
+            else:
+                plane(o, 64, C.width_v // 2).store(right)
+            fence_async_shared()
+            tma_store(to.tiles, [place, tile.head, row, i * (C.width_v // 2)], o)
+
+
+@gluon.jit
+def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Stores those of 64 rows that belong to the sequence."""
+    LAYOUT: gl.constexpr = out.type.layout
+    WIDTH: gl.constexpr = C.width_v
+    tile = view.tile
+    index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    start = (tile.q_start + index).to(gl.int64) * n.num_heads + tile.head
+    inside = (index < tile.seqlen_q)[:, None] & (columns < C.dim_v)
+    gl.store(to.out + start[:, None] * C.dim_v + columns, out, mask=inside)
