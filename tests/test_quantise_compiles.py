@@ -32,4 +32,5 @@ def test_it_compiles_and_spills_nothing_on_hopper():
         print(used)
         assert used["shared_bytes"] <= SHARED_BYTES[used["arch"]], used
         if used["arch"] == "sm_90" and used["dim"] <= 128:
-            assert used["spill_bytes"] == 0, used
+            # With 4 warps D = 128 spills once and is faster than with 8 (see `_num_warps`).
+            assert used["spill_bytes"] <= (16 if used["dim"] == 128 else 0), used

@@ -22,6 +22,7 @@ BLOCK_K = tl.constexpr(fp8_layout.BLOCK_K)
 LARGEST = tl.constexpr(fp8_layout.LARGEST)
 NAN_CODE = tl.constexpr(fp8_layout.NAN_CODE)
 SMALLEST = tl.constexpr(fp8_layout.SMALLEST)
+INFINITE = tl.constexpr(0x7F800000)  # as bits
 
 
 class Spec(NamedTuple):
@@ -157,6 +158,24 @@ def _spoilt(x, RAW: tl.constexpr):
 
 
 @triton.jit
+def _top(x):
+    """Bits of the largest magnitude in four parts; `INFINITE` or more if one is not finite."""
+    a, b, c, d = x
+    top = tl.maximum(tl.maximum(_bits(a), _bits(b)), tl.maximum(_bits(c), _bits(d)))
+    return tl.max(tl.max(top, 1), 0)
+
+
+@triton.jit
+def _bits(x):
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _magnitude(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _largest(x):
     """Largest magnitude in each row of four parts."""
     a, b, c, d = x
@@ -175,13 +194,25 @@ def _in_four(x):
 
 
 @triton.jit
-def _transformed(x, matrix, PART: tl.constexpr, SPEC: tl.constexpr):
-    """Columns PART, PART + 4, ... of x times the matrix, which is stored in such parts."""
+def _transform(matrix, SPEC: tl.constexpr):
+    """The matrix, columns in the order of `_transformed`."""
     WIDTH: tl.constexpr = SPEC.width
-    QUARTER: tl.constexpr = SPEC.width // 4
-    at = tl.arange(0, WIDTH)[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
-    part = tl.load(matrix + PART * (WIDTH * QUARTER) + at)
-    return tl.dot(x, part, input_precision=SPEC.precision)
+    at = tl.arange(0, WIDTH)
+    return tl.load(matrix + at[:, None] * WIDTH + at[None, :])
+
+
+@triton.jit
+def _transformed(x, matrix, SPEC: tl.constexpr):
+    """x times the matrix, in four parts.
+
+    A thread holds columns 8i + 2t + e of a product; the matrix has its columns so ordered that
+    these are columns 16t + 2i + e of every 64, which it stores without moving data.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = SPEC.width
+    y = tl.dot(x, matrix, input_precision=SPEC.precision)
+    y = tl.permute(tl.reshape(y, [ROWS, WIDTH // 64, 8, 4, 2]), (0, 1, 3, 2, 4))
+    return _in_four(tl.reshape(y, [ROWS, WIDTH]))
 
 
 @triton.jit
@@ -242,28 +273,26 @@ def _joined(bytes):
 
 
 @triton.jit
-def _store_words(pointers, words, inside, count, IN_WORDS: tl.constexpr):
-    """Stores words at pointers to bytes; `count` columns of bytes where these are not words."""
-    if IN_WORDS:
-        tl.store(pointers.to(tl.pointer_type(tl.int32)), words, mask=inside)
-    else:
-        column = 4 * tl.arange(0, words.shape[1])[None, :]
-        for i in tl.static_range(4):
-            byte = ((words >> (8 * i)) & 0xFF).to(tl.uint8)
-            tl.store(pointers + i, byte, mask=inside & (column + i < count))
-
-
-@triton.jit
 def _store_rows(
     words, side: Side, cut: Cut, at: Place, head, rows, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    columns = 4 * tl.arange(0, WIDTH // 4)
+    columns = tl.arange(0, WIDTH // 4)[None, :]
     row = (at.start + rows).to(tl.int64)
     if cut.cu_seqlens is None:
         row += tl.cast(at.sequence, tl.int64) * cut.length
-    pointers = side.codes + (row * cut.heads + head)[:, None] * DIM + columns[None, :]
-    inside = (rows < at.length)[:, None] & (columns < DIM)[None, :]
-    _store_words(pointers, words, inside, DIM, DIM % 4 == 0)
+    row = (row * cut.heads + head)[:, None]
+    inside = (rows < at.length)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (4 * columns < DIM)
+    if DIM % 4 == 0:
+        # As words from the start: Triton does not see that bytes 4 apart are words in a row.
+        start = side.codes.to(tl.pointer_type(tl.int32))
+        tl.store(start + row * (DIM // 4) + columns, words, mask=inside)
+    else:
+        for i in tl.static_range(4):
+            byte = ((words >> (8 * i)) & 0xFF).to(tl.uint8)
+            place = row * DIM + 4 * columns + i
+            tl.store(side.codes + place, byte, mask=inside & (4 * columns + i < DIM))
 
 
 @triton.jit
@@ -280,23 +309,28 @@ def _rows(side: Side, at: Place, head, rows, shift, cos, sin, matrix, SPEC: tl.c
     if SPEC.raw:
         return _in_four(x.to(tl.int32))
     elif SPEC.hadamard:
-        return (_transformed(x, matrix, 0, SPEC), _transformed(x, matrix, 1, SPEC),
-                _transformed(x, matrix, 2, SPEC), _transformed(x, matrix, 3, SPEC))  # fmt: skip
+        return _transformed(x, _transform(matrix, SPEC), SPEC)
     else:
         return _in_four(x.to(tl.float32))
 
 
 @triton.jit
 def _finish_rows(
-    x, spoilt, side: Side, cut: Cut, at: Place, head, rows, SPEC: tl.constexpr
+    x, spoilt, is_spoilt, side: Side, cut: Cut, at: Place, head, rows, SPEC: tl.constexpr
 ):  # fmt: skip
-    """Quantises rows of q or k, NaN where spoilt."""
+    """Quantises rows of q or k; NaN where `spoilt`, if `is_spoilt`, or not finite."""
     if SPEC.raw:
-        words = tl.where(spoilt[:, None], 0x01010101 * NAN_CODE, _joined(x))
+        words = tl.where(spoilt[:, None] | _spoilt(x, True)[:, None], 0x01010101 * NAN_CODE,
+                         _joined(x))  # fmt: skip
     else:
-        top = tl.max(tl.where(spoilt, 0.0, _largest(x)), 0)
-        scale = _scale(top, side, cut, at, head, SPEC)
-        words = _words(x, tl.where(spoilt, float("nan"), scale)[:, None], SPEC)
+        top = _top(x)
+        if (top < INFINITE) & (is_spoilt == 0):
+            words = _words(x, _scale(_magnitude(top), side, cut, at, head, SPEC), SPEC)
+        else:
+            spoilt = spoilt | _spoilt(x, False)
+            largest = tl.max(tl.where(spoilt, 0.0, _largest(x)), 0)
+            scale = _scale(largest, side, cut, at, head, SPEC)
+            words = _words(x, tl.where(spoilt, float("nan"), scale)[:, None], SPEC)
     if not SPEC.only_largest:
         _store_rows(words, side, cut, at, head, rows, SPEC.dim, SPEC.width)
 
@@ -314,22 +348,25 @@ def quantise_queries(
         seqlen_k = tl.load(keys.cu_seqlens + at.sequence + 1)
         seqlen_k -= tl.load(keys.cu_seqlens + at.sequence)
     x = _rows(q, at, head, rows, seqlen_k - at.length, cos, sin, matrix, SPEC)
-    _finish_rows(x, _spoilt(x, SPEC.raw), q, cut, at, head, rows, SPEC)
+    _finish_rows(x, tl.full([BLOCK_Q], 0, tl.int1), 0, q, cut, at, head, rows, SPEC)
 
 
 @triton.jit
 def _store_columns(words, v: Side, cut: Cut, at: Place, head, SPEC: tl.constexpr):
     """V's codes, (BLOCK_K / 4, D_v) words of four keys each, transposed."""
     WIDTH: tl.constexpr = SPEC.width_v
-    dims = tl.arange(0, WIDTH)
-    width = tl.cast(cut.blocks, tl.int64) * BLOCK_K
+    WORDS: tl.constexpr = BLOCK_K // 4
+    dims = tl.arange(0, WIDTH)[:, None]
     row = tl.cast(head, tl.int64)
     if cut.cu_seqlens is None:
         row += tl.cast(at.sequence, tl.int64) * cut.heads
-    column = tl.cast(at.block, tl.int64) * BLOCK_K + 4 * tl.arange(0, BLOCK_K // 4)
-    pointers = v.codes + (row * SPEC.dim_v + dims)[:, None] * width + column[None, :]
-    inside = (dims < SPEC.dim_v)[:, None] & (column >= 0)[None, :]
-    _store_words(pointers, tl.trans(words), inside, 0, True)
+    start = v.codes.to(tl.pointer_type(tl.int32)) + tl.cast(at.block, tl.int64) * WORDS
+    pointers = start + (row * SPEC.dim_v + dims) * (tl.cast(cut.blocks, tl.int64) * WORDS)
+    pointers += tl.arange(0, WORDS)[None, :]
+    if SPEC.dim_v == WIDTH:
+        tl.store(pointers, tl.trans(words))
+    else:
+        tl.store(pointers, tl.trans(words), mask=dims < SPEC.dim_v)
 
 
 @triton.jit
@@ -343,34 +380,54 @@ def _values(v: Side, at: Place, head, PART: tl.constexpr, SPEC: tl.constexpr):
     inside = (rows < at.used)[:, None] & (dims < SPEC.dim_v)[None, :]
     pointers = _pointers(v, at, head, rows, SPEC.vector)
     x = tl.load(pointers[:, None] + dims[None, :], mask=inside, other=0)
-    spoilt = tl.max((~_is_finite(x, SPEC.raw)).to(tl.int32), 1)
-    if SPEC.raw:
-        x = x.to(tl.int32)
-    else:
-        x = x.to(tl.float32)
-    return tl.where(_is_finite(x, SPEC.raw), x, 0), spoilt
+    return x.to(tl.int32) if SPEC.raw else x.to(tl.float32)
+
+
+@triton.jit
+def _sound(x, RAW: tl.constexpr):
+    """Values with 0 where they are not finite, and in which rows that is."""
+    finite = _is_finite(x, RAW)
+    return tl.where(finite, x, 0), tl.max((~finite).to(tl.int32), 1)
+
+
+@triton.jit
+def _sound_in_four(values, RAW: tl.constexpr):
+    """The same of four parts; rows (BLOCK_K,) in the order of V's columns."""
+    a, b, c, d = values
+    a, spoilt_0 = _sound(a, RAW)
+    b, spoilt_1 = _sound(b, RAW)
+    c, spoilt_2 = _sound(c, RAW)
+    d, spoilt_3 = _sound(d, RAW)
+    spoilt = tl.join(tl.join(spoilt_0, spoilt_2), tl.join(spoilt_1, spoilt_3))
+    return (a, b, c, d), tl.reshape(spoilt, [BLOCK_K]) != 0
 
 
 @triton.jit
 def quantise_keys(index, head, k: Side, v: Side, cut: Cut, cos, sin, matrix, SPEC: tl.constexpr):
     at = _place(index, cut, BLOCK_K)
-    v0, spoilt_0 = _values(v, at, head, 0, SPEC)
-    v1, spoilt_1 = _values(v, at, head, 1, SPEC)
-    v2, spoilt_2 = _values(v, at, head, 2, SPEC)
-    v3, spoilt_3 = _values(v, at, head, 3, SPEC)
-    values = (v0, v1, v2, v3)
+    a = _values(v, at, head, 0, SPEC)
+    b = _values(v, at, head, 1, SPEC)
+    c = _values(v, at, head, 2, SPEC)
+    d = _values(v, at, head, 3, SPEC)
+    spoilt = tl.full([BLOCK_K], 0, tl.int1)
+    is_spoilt = 0
     if SPEC.raw:
+        values, spoilt = _sound_in_four((a, b, c, d), True)
         words = _joined(values)
     else:
-        words = _words(values, _scale(tl.max(_largest(values), 0), v, cut, at, head, SPEC), SPEC)
+        top = _top((a, b, c, d))
+        if top >= INFINITE:
+            values, spoilt = _sound_in_four((a, b, c, d), False)
+            a, b, c, d = values
+            top = _top(values)
+            is_spoilt = 1
+        words = _words((a, b, c, d), _scale(_magnitude(top), v, cut, at, head, SPEC), SPEC)
     if not SPEC.only_largest:
         _store_columns(words, v, cut, at, head, SPEC)
 
     # Keys in the order of V's columns, as what their values spoil: 4 i + PART.
-    spoilt = tl.join(tl.join(spoilt_0, spoilt_2), tl.join(spoilt_1, spoilt_3))
     column = tl.arange(0, BLOCK_K)
     c = column % 16
     rows = at.first + column - c + (c // 2) % 2 * 8 + c // 4 * 2 + c % 2
     x = _rows(k, at, head, rows, 0, cos, sin, matrix, SPEC)
-    spoilt = (tl.reshape(spoilt, [BLOCK_K]) != 0) | _spoilt(x, SPEC.raw)
-    _finish_rows(x, spoilt, k, cut, at, head, rows, SPEC)
+    _finish_rows(x, spoilt, is_spoilt, k, cut, at, head, rows, SPEC)
