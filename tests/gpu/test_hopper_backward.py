@@ -74,6 +74,13 @@ def test_every_feature(name, dims):
         run(case, seed, strided=seed == 1, with_dlse=seed == 0)
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_of_64_may_make_dp_late(name, lse):
+    case = replace(CASES[name], dim=64, dim_v=64, dtype=BF16)
+    run(case, config=BackwardConfig(late=True, stages=3, ds_buffers=3, starts_at_lse=lse))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_other_sequences_may_hold_nan(dim):
     """Sequence 1 is NaN throughout; the others' gradients are as they should be."""
