@@ -31,13 +31,11 @@ TOKENS, WIDTH = 16384, 2048
 START = time.monotonic()
 CONFIGS = {
     "chosen": None,
-    "chain": BackwardConfig(),
-    "chain, 3 P": BackwardConfig(p_buffers=3),
-    "chain from -LSE": BackwardConfig(starts_at_lse=True),
     "apart": BackwardConfig(block_n=64, apart=True),
-    "pair": BackwardConfig(pair=True),
-    "pair, 3 stages": BackwardConfig(pair=True, stages=3, starts_at_lse=True, ds_buffers=3),
-    "whole": BackwardConfig(pair=True, whole=True, stages=3, starts_at_lse=True),
+    "from -LSE": BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
+    "late": BackwardConfig(late=True),
+    "late, 3 dS": BackwardConfig(late=True, ds_buffers=3),
+    "whole": BackwardConfig(whole=True, stages=3, starts_at_lse=True),
 }
 
 
@@ -102,7 +100,7 @@ def tflops_of(calls: dict[str, Callable], flops: float, rounds: int) -> dict[str
 
 
 def can_take(config: BackwardConfig, dim: int) -> bool:
-    return dim <= 64 if config.pair else dim <= 128
+    return dim <= 64 or (dim <= 128 and config.late) or config.apart
 
 
 def of(config: BackwardConfig | None, posed) -> Callable[[], object]:

@@ -231,6 +231,13 @@ def _gl_load(pointer, mask=None, other=None):
     return int(flat[pointer.offset])
 
 
+def _gl_store(pointer, value, mask):
+    with _memory_lock:
+        mask = mask.expand(value.shape)
+        index = (pointer.offset + torch.zeros_like(value, dtype=torch.int64))[mask]
+        pointer.x.view(-1)[index] = value[mask]
+
+
 def _atomic_add(pointer, value, sem=None):
     with _memory_lock:
         flat = pointer.x.view(-1)
@@ -316,8 +323,8 @@ def _allocate(dtype, shape, layout=None):
 
 def _assembly(text, *args, **kwargs):
     """Only the waits that kernels write as assembly."""
-    if "cp.async.bulk.wait_group 0" in text:
-        _store_wait(0)
+    if "cp.async.bulk.wait_group" in text:
+        _store_wait(int(text.split(";")[0].split()[-1]))
     elif "bar.sync" in text:
         raise NotImplementedError("replace the function that holds the named barrier")
 
@@ -351,6 +358,8 @@ def _new_language() -> types.ModuleType:
         "allocate_shared_memory": _allocate,
         "warp_specialize": _run_roles,
         "inline_asm_elementwise": _assembly,
+        "store": _gl_store,
+        "cast": lambda x, dtype: x,
         "constexpr": lambda x: x,
         "NVMMASharedLayout": _layout,
         "NVMMADistributedLayout": _layout,
@@ -360,6 +369,7 @@ def _new_language() -> types.ModuleType:
         "tensor": object,
         "shared_memory_descriptor": Memory,
         "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
         "float8e4nv": torch.float8_e4m3fn,
         "int32": torch.int32,
         "int64": torch.int64,

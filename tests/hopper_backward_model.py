@@ -16,7 +16,6 @@ import torch  # noqa: E402
 from onchip.kernels.hopper import (  # noqa: E402
     backward_arguments,
     backward_kernels,
-    backward_keys,
     backward_sums,
 )
 from onchip.kernels.hopper.backward_config import (  # noqa: E402
@@ -28,7 +27,7 @@ from onchip.problem import Op  # noqa: E402
 from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
 
-backward_keys.tma_reduce_add = backward_sums.tma_reduce_add = gluon_model.reduce_add
+backward_sums.tma_reduce_add = gluon_model.reduce_add
 
 
 def _described(x, rows):
@@ -80,7 +79,7 @@ def gradients(config, problem, tensors, saved):
     spec = backward_arguments.spec_of(config, problem, "keys")
     dq_sum = torch.full((stats.numel(), spec.dim), math.nan if spec.whole else 0.0)
     run, counters = gluon_model.launch, None
-    if spec.ordered:
+    if spec.ordered or spec.rounds:
         counters = gluon_model.Pointer(torch.zeros(stats.numel() // 64, dtype=torch.int64))
         run = gluon_model.launch_abreast
     sources = [_described(x, 64) for x in (q, k, v, dout)]
@@ -90,6 +89,8 @@ def gradients(config, problem, tensors, saved):
     if not spec.whole:
         programs *= -(-problem.seqlen_k // spec.block_n)
     out = _described(dq, 64) if spec.whole else None
+    if spec.rounds:
+        out = gluon_model.Pointer(dq)
     run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
         _described(dk, 64), _described(dv, 64), counters, *cu_seqlens, *numbers, spec)  # fmt: skip
     if config.apart:
@@ -99,7 +100,7 @@ def gradients(config, problem, tensors, saved):
         run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
         return dq, dk, dv
-    if spec.whole:
+    if spec.whole or spec.rounds:
         return dq, dk, dv
     total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
     if not zeros:

@@ -54,11 +54,15 @@ def test_products_are_not_serialised(compiled):
 
 
 def test_main_loops_do_not_spill(compiled):
-    """Masked tiles are few. One of two consumers of "queries" keeps a number in memory."""
+    """Masked tiles are few. One of two consumers of "queries" keeps a number in memory, and at
+    D = 128 those of "keys" a few addresses: 653 TFLOP/s at 16k, 591 without by an order of
+    products that needs fewer registers (H200, 2026-11-30)."""
     for used in compiled:
         features = set(used["features"])
         if used["kernel"] == "queries" and not features:
             assert used["loop_spills"] <= 3, used
+        elif used["kernel"] == "keys" and used["dim"] == 128:
+            assert used["loop_spills"] <= 34, used
         elif used["kernel"] != "queries" and "softcap" not in features:
             assert used["unmasked_spills"] <= 2 * ("deterministic" in features), used
 
@@ -85,8 +89,10 @@ MODELLED = {
         "lengths_q": [133, 1, 200], "lengths_k": [200, 7, 100], "packed": True, "window": [50, 20],
     },
 }  # fmt: skip
-STARTS = {"starts_at_lse": True, "starts_at_delta": True}
-WHOLE = {"pair": True, "whole": True, "stages": 3, "starts_at_lse": True}
+LATE = {"late": True}
+ROUNDS = {"rounds": True, "starts_at_lse": True, "stages": 3, "ds_buffers": 3}
+ROUNDS_LATE = {"rounds": True, "late": True}
+WHOLE = {"whole": True, "stages": 3, "starts_at_lse": True}
 
 
 def modelled(cases: list[dict]) -> list[str]:
@@ -106,11 +112,19 @@ SOME = ("causal", "window", "packed_causal")
     ("own", "names"),
     [
         ({"dim": 64, "dim_v": 64}, tuple(MODELLED)),
-        ({"dim": 128, "dim_v": 64}, ("tails", "packed_window")),
+        ({"dim": 128, "dim_v": 64}, ("tails", "packed_window", "softcap")),
+        ({"dim": 64, "dim_v": 128}, ("more_keys", "more_queries")),
         ({"dim": 192, "dim_v": 128}, SOME),
         ({"dim": 64, "dim_v": 72, "deterministic": True}, SOME),
-        ({"dim": 128, "dim_v": 128, "config": STARTS}, ("causal", "low_lse")),
+        ({"dim": 128, "dim_v": 128}, ("causal", "low_lse")),
+        ({"dim": 128, "dim_v": 128, "deterministic": True}, SOME),
+        ({"dim": 64, "dim_v": 64, "config": LATE}, SOME),
         ({"dim": 64, "dim_v": 64, "deterministic": True}, SOME),
+        (
+            {"dim": 64, "dim_v": 64, "config": ROUNDS},
+            ("full", "tails", "causal", "more_keys", "softcap", "window", "more_queries"),
+        ),
+        ({"dim": 80, "dim_v": 128, "config": ROUNDS_LATE}, ("full", "tails", "causal", "one")),
         ({"dim": 64, "dim_v": 64, "config": WHOLE}, ("full", "tails", "causal", "softcap")),
     ],
     ids=str,
@@ -159,17 +173,12 @@ def test_what_it_rejects(changes, reason):
 
 def test_configs_are_chosen_by_head_dimension():
     assert [padded(d) for d in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 256, 256]
-    assert choose_backward(_problem()).pair
-    assert not choose_backward(_problem(head_dim=128, head_dim_v=64)).apart
-    assert not choose_backward(_problem(head_dim=64, head_dim_v=128)).pair
-    assert choose_backward(_problem(head_dim=192, head_dim_v=128)).apart
-    for changes, tiles in (
-        ({}, 3), ({"softcap": 5.0}, 2), ({"mask": Mask(left=100, right=0)}, 2),
-        ({"mask": Mask(right=7)}, 2),
-        ({"layout_q": Layout.PACKED, "layout_k": Layout.PACKED}, 2),
+    for dims, late, apart in (
+        ((64, 64), False, False), ((128, 64), True, False), ((64, 128), True, False),
+        ((128, 128), True, False), ((192, 128), False, True),
     ):  # fmt: skip
-        problem = _problem(head_dim=128, head_dim_v=128, **changes)
-        assert choose_backward(problem).p_buffers == tiles, changes
+        config = choose_backward(_problem(head_dim=dims[0], head_dim_v=dims[1]))
+        assert (config.late, config.apart) == (late, apart), dims
 
 
 @pytest.mark.parametrize(
@@ -200,7 +209,7 @@ def test_one_cta_owns_all_keys_where_heads_fill_the_gpu(changes, whole):
         ({"block_n": 64}, "block_n: got 64"),
         ({"stages": 1}, "stages: got 1"),
         ({"apart": True, "block_n": 64, "starts_at_lse": True}, "apart: got True"),
-        ({"whole": True}, "whole: got True"),
+        ({"apart": True, "block_n": 64, "whole": True}, "apart: got True"),
     ],
 )
 def test_a_config_says_what_is_wrong_with_it(changes, message):

@@ -98,7 +98,7 @@ def test_buffers_of_a_forward():
 
 def test_buffers_of_a_backward():
     problem = problem_of(op=Op.BACKWARD)
-    found = predict(problem, H200, backward_config.BackwardConfig())
+    found = predict(problem, H200, backward_config.BackwardConfig(late=True))
     assert set(found.tilings) == {"dkdv"}
     shared = found.tilings["dkdv"].shared
     assert (shared["k"], shared["q"], shared["ds"], shared["dq"]) == tuple(
@@ -159,9 +159,9 @@ def test_bill_of_a_program_for_all_keys_of_a_head():
     _, cached = bills.backward_summed(problem, (64, 128), 128, cache=shared, whole=True).stages
     moved = {t.tensor: t.slow_bytes for t in cached.reads}
     assert moved["q"] == rows * 256 and moved["dq sum"] == reads["dq sum"]
-    pair = backward_config.BackwardConfig(pair=True, whole=True)
+    whole = backward_config.BackwardConfig(whole=True)
     problem = problem_of(d=64, seqlen=1024, heads=128, op=Op.BACKWARD)
-    found = predict(problem, H200, pair).tilings["dkdv"]
+    found = predict(problem, H200, whole).tilings["dkdv"]
     assert (found.num_programs, found.idle_sms, found.imbalance) == (128, 4, 132 / 128)
 
 

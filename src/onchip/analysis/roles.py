@@ -94,8 +94,8 @@ def _forward(problem: Problem, config: Any) -> Use:
 
 
 def _keys(problem: Problem, config: Any) -> Use:
-    """Warpgroups that own BN keys: each of all gradients with `pair`, else a chain, P and dV, dP
-    and dK and, but for `apart`, dQ."""
+    """Two warpgroups that own BN keys and a third one for dQ; with `apart` a chain of P and dV, dP
+    and dK."""
     size = problem.dtype.itemsize
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     block_m, block_n, stages = config.block_m, config.block_n, config.stages
@@ -109,16 +109,16 @@ def _keys(problem: Problem, config: Any) -> Use:
         "lse, delta": 2 * 4 * stages * block_m,
     }
     if config.apart:
-        shared |= {"p": config.p_buffers * piece}
+        shared |= {"p": 2 * piece}
         # S or dP of two pieces at once; P or dS of one.
         held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
-    if not config.pair:
-        shared |= {"p": config.p_buffers * piece, "ds": 4 * piece, "dq": 4 * block_m * d}
-        held = {"dk or dv": max(d, d_v), "s or dp": block_m, "p or ds": block_m // 4}
-        return Use(TileShape(block_m, block_n, 4 * _WARPGROUP, stages), shared, held, 208)
-    shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * d}
-    held = {"dk": d // 2, "dv": d_v // 2, "s": block_m // 2, "dp": block_m // 2, "p": block_m // 4}
+    shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * 64}
+    if config.rounds:
+        shared["dq sum"] = 4 * block_m * d
+    held = {"dk": d // 2, "dv": d_v // 2, "p": block_m // 4}
+    half = block_m // 2
+    held |= {"s or dp": half, "ds": block_m // 4} if config.late else {"s": half, "dp": half}
     return Use(TileShape(block_m, block_n, 4 * _WARPGROUP, stages), shared, held, 208)
 
 

@@ -9,9 +9,10 @@ Method: S and P are computed again tile by tile, and with D = rowsum(dO * O) - d
 BN = 128 keys of one head of K and walks over the queries of every head that reads it, 64 at a
 time, so dK and dV are summed in registers by one CTA in one order, whatever the group. What its
 warpgroups do depends on the registers that dK and dV take; H200, 2026-11-30, TFLOP/s beside
-cuDNN's at N = 16k full: D = 64 528 (459), D = 128 570 (574), D = 256 517 (356).
+cuDNN's at N = 16k full: D = 64 528 (459), D = 128 653 (575), D = 256 517 (356).
 
-D and D_v up to 64 (`backward_pair`, `backward_sums`): warpgroups exchange dS only.
+D and D_v up to 128 (`backward_pair`, `backward_sums`): warpgroups exchange dS only, and need not
+wait for each other.
 
     load      Q, dO, LSE and D by TMA, ahead of the others
     keep      K and V; dK and dV at the end
@@ -20,21 +21,23 @@ D and D_v up to 64 (`backward_pair`, `backward_sums`): warpgroups exchange dS on
     make_dq   dQ = dS K
     add_dq    a warp that adds dQ to a float32 sum in memory by TMA
 
-Up to 128 (`backward_keys`): a chain, in 64 x 64 pieces, where S and dP of the next piece are
-issued behind the product that uses this one.
+At 64, S and dP are issued together; over 64 there are no registers for that: P is made and kept
+in 16 bits while dP is under way, and dS while P's product is. That reads the least from shared
+memory, 368 KiB for each 64 x 128 of S at D = 128, which takes longer than its products would.
+
+Over 128 (`backward_keys`): BN = 64, a chain of two warpgroups, each with one sum, and a kernel of
+its own that computes S and dP again and makes dQ of 128 queries (`backward_queries`): 7 products,
+not 5, but no float32 sum.
 
     load      everything, and dK and dV at the end
     score     S, P and dV; P goes to the next one through shared memory
     gradient  dP, dS and dK
-    make_dq   dQ, which it adds to memory by TMA
-
-Over 128: BN = 64, the chain without `make_dq`, and a kernel of its own that computes S and dP
-again and makes dQ of 128 queries (`backward_queries`): 7 products, not 5, but no float32 sum.
 
 Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum and round it
-to dQ. Where heads of 64 fill the SMs and causal sequences are short, a CTA owns all keys of a
-head, one tile after the other: it stores the first keys' part of dQ rather than add it to a
-cleared sum, takes up the sum for the last ones and rounds it.
+to dQ; with `rounds` the last CTA to add to a tile rounds it (`backward_round`). Where heads of 64
+fill the SMs and causal sequences are short, a CTA owns all keys of a head, one tile after the
+other: it stores the first keys' part of dQ rather than add it to a cleared sum, takes up the sum
+for the last ones and rounds it.
 
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
@@ -48,9 +51,9 @@ shared memory only. Extra memory in bytes: 8 B H S_q for LSE and D, and up to D 
 H S_q D for the float32 dQ, with S_q rounded up to 128 and D to 64 or 128; with sinks 4 B H
 ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64).
 
-It does not do: pages, ALiBi, dropout, functions of the user, key lengths in a tensor. P is rounded
-to 16 bits before dS is made of it. A value of K or V that is not finite reaches the dQ of hidden
-rows in the tiles that the mask's edge crosses.
+It does not do: pages, ALiBi, dropout, functions of the user, key lengths in a tensor. With D over
+64, P is rounded to 16 bits before dS is made of it. A value of K or V that is not finite reaches
+the dQ of hidden rows in the tiles that the mask's edge crosses.
 
 Legend: B batch, S_q / S_k lengths, T packed tokens, H query heads, H_kv key and value heads,
 D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
@@ -192,7 +195,7 @@ def launch_with(
     _make_keys(steps, tensors, saved.dout, work)
     if steps.config.apart:
         _make_dq(steps, tensors, saved.dout, work)
-    elif not steps.config.whole:
+    elif not (steps.config.whole or steps.specs["keys"].rounds):
         _finish(steps, tensors, work)
     if found is None and steps.is_resolved:
         _kept[key] = steps
@@ -229,7 +232,7 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
     if not steps.config.apart:
         width = padded(problem.head_dim)
         dq_sum = torch.empty((lines, rows, width), dtype=torch.float32, device=device)
-        if steps.specs["keys"].ordered:
+        if steps.specs["keys"].ordered or steps.specs["keys"].rounds:
             blocks = rows // _ROWS
             counters = torch.empty((lines, blocks), dtype=torch.int32, device=device)
     return Work(stats[0], stats[1], dq, dk, dv, dq_sum, counters)
@@ -295,7 +298,7 @@ def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None
         inputs.append(work.dq)
         describers.append(tile)
     described = steps.described("keys", inputs, describers)
-    out = described.pop() if spec.whole else None
+    out = described.pop() if spec.whole else work.dq if spec.rounds else None
     dq = described.pop() if work.dq_sum is not None else None
     *sources, dk, dv = described
     launch(

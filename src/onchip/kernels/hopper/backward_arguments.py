@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels.hopper.backward_config import BackwardConfig, padded
+from onchip.kernels.hopper.backward_config import BackwardConfig, can_round, padded
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 LOG2E = math.log2(math.e)
@@ -32,17 +32,17 @@ class Spec:
     Args:
         block_m, block_n: BM and BN.
         dim, dim_v: D and D_v as padded.
-        stages, starts_at_lse, starts_at_delta: see `BackwardConfig`.
-        pieces: pieces of 64 keys of a CTA.
-        adds_dq: whether dQ is added up in float32.
+        stages, late, starts_at_lse: see `BackwardConfig`.
         ordered: whether dQ's sums are added in a fixed order.
         has_left, has_right: which edges the mask has.
         has_tail: whether the last tile of keys may be short.
         has_softcap: whether logits are capped.
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
-        pair, whole, p_buffers, ds_buffers: see `BackwardConfig`.
-        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; with `pair`.
+        apart, whole, ds_buffers: see `BackwardConfig`.
+        rounds: whether the CTA that completes a tile of dQ rounds it; head_dim is D as it is then.
+        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
+        landings: steps for which rounding may stay behind.
     """
 
     block_m: int
@@ -50,10 +50,9 @@ class Spec:
     dim: int
     dim_v: int
     stages: int
+    late: bool
     starts_at_lse: bool
-    starts_at_delta: bool
-    pieces: int
-    adds_dq: bool
+    apart: bool
     ordered: bool
     has_left: bool
     has_right: bool
@@ -61,12 +60,13 @@ class Spec:
     has_softcap: bool
     high_edges: bool
     packed: bool
-    pair: bool
     whole: bool
-    p_buffers: int
+    rounds: bool
+    head_dim: int
     ds_buffers: int
     dq_buffers: int
     kv_buffers: int
+    landings: int
 
     @property
     def masks(self) -> bool:
@@ -78,6 +78,7 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
     ordered = problem.deterministic and not config.apart and not config.whole
+    rounds = config.rounds and not config.whole and not ordered and can_round(problem)
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -86,10 +87,9 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         dim=padded(problem.head_dim),
         dim_v=padded(problem.head_dim_v),
         stages=config.stages,
+        late=config.late,
         starts_at_lse=starts_at_lse(config, problem),
-        starts_at_delta=config.starts_at_delta,
-        pieces=config.block_n // 64,
-        adds_dq=not config.apart,
+        apart=config.apart,
         ordered=ordered,
         has_left=has_left,
         has_right=has_right,
@@ -97,12 +97,13 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         has_softcap=problem.softcap > 0,
         high_edges=has_right or has_tail if part == "queries" else has_left,
         packed=packed,
-        pair=config.pair,
         whole=config.whole,
-        p_buffers=config.p_buffers,
+        rounds=rounds,
+        head_dim=problem.head_dim if rounds else 0,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
         kv_buffers=2 if config.whole else 1,
+        landings=8 if rounds else 1,
     )
 
 

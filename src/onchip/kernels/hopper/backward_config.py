@@ -22,13 +22,13 @@ class BackwardConfig:
         stages: tiles of queries in flight, the current one included.
         apart: whether dQ is made by a kernel of its own, 7 matrix products rather than 5: dK and
             dV of wide heads leave no registers for more. Else it is added up in float32.
-        pair: whether two warpgroups do the same for 64 keys each (D and D_v up to 64), rather
-            than one of them all of S and dV, the other all of dP and dK.
-        whole: whether a CTA owns all keys of a head, one tile after the other; only with `pair`.
+        whole: whether a CTA owns all keys of a head, one tile after the other; not with `apart`.
+        late: whether dP is issued behind P, summed up from -D on, and P kept in 16 bits: with D
+            or D_v over 64 the sums leave no registers for S, P and dP at a time.
         starts_at_lse: whether S is summed up from -LSE on rather than from 0.
-        starts_at_delta: whether dP is summed up from -D on; not with `pair`.
-        p_buffers: tiles of P on their way from warpgroup to warpgroup; not with `pair`.
-        ds_buffers: tiles of dS of 128 keys on their way to dQ, with `pair`.
+        rounds: whether the CTA that completes a tile of dQ rounds it, rather than a launch behind:
+            where `can_round` and without a fixed order of sums.
+        ds_buffers: tiles of dS of 128 keys on their way to dQ.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -38,11 +38,10 @@ class BackwardConfig:
     block_n: int = 128
     stages: int = 2
     apart: bool = False
-    pair: bool = False
     whole: bool = False
+    late: bool = False
     starts_at_lse: bool = False
-    starts_at_delta: bool = False
-    p_buffers: int = 2
+    rounds: bool = False
     ds_buffers: int = 2
 
     def __post_init__(self):
@@ -52,10 +51,10 @@ class BackwardConfig:
             raise ValueError(f"block_n: got {self.block_n}; allowed: 128, or 64 with apart")
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
-        if self.apart and (self.starts_at_lse or self.pair):
-            raise ValueError("apart: got True; allowed: without starts_at_lse and pair")
-        if self.whole and not self.pair:
-            raise ValueError("whole: got True; allowed: only with pair")
+        if self.apart and (self.starts_at_lse or self.late or self.whole or self.rounds):
+            raise ValueError(
+                "apart: got True; allowed: without starts_at_lse, late, whole and rounds"
+            )
 
 
 def padded(head_dim: int) -> int:
@@ -68,8 +67,6 @@ def choose_backward(problem: Problem) -> BackwardConfig:
     width = padded(max(problem.head_dim, problem.head_dim_v))
     if width == 64 and can_be_whole(problem) and _is_whole_quicker(problem):
         return _WHOLE
-    if width == 128 and _is_plain(problem):
-        return _PLAIN_128
     return _CONFIGS[width]
 
 
@@ -83,11 +80,11 @@ def can_be_whole(problem: Problem) -> bool:
     return is_dense and mask.left < 0 and (sees_all or is_causal)
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Dense, without a window or softcap: so far only such calls were held to the oracle on a GPU
-    with three tiles of P (16k 570 / 599 TFLOP/s against 565 / 587 with two)."""
+def can_round(problem: Problem) -> bool:
+    """Whether every tile of dQ is the work of CTAs that can be counted: each sees some keys."""
+    mask, shift = problem.mask, problem.seqlen_k - problem.seqlen_q
     is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
-    return is_dense and problem.mask.left < 0 and problem.mask.right <= 0 and problem.softcap == 0
+    return is_dense and mask.left < 0 and (mask.right < 0 or mask.right + shift >= 0)
 
 
 _NUM_SMS = 132  # of an H100 and an H200
@@ -106,9 +103,8 @@ def _is_whole_quicker(problem: Problem) -> bool:
 
 
 _CONFIGS = {
-    64: BackwardConfig(pair=True, stages=3, starts_at_lse=True, ds_buffers=3),
-    128: BackwardConfig(),
+    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
+    128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }
-_PLAIN_128 = BackwardConfig(p_buffers=3)
-_WHOLE = BackwardConfig(pair=True, whole=True, stages=3, starts_at_lse=True)
+_WHOLE = BackwardConfig(whole=True, stages=3, starts_at_lse=True)

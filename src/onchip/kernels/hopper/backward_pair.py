@@ -1,4 +1,4 @@
-"""The device code of the kernel that owns keys and makes all gradients of heads up to 64.
+"""The device code of the kernel that owns keys and makes all gradients of heads up to 128.
 
 A CTA owns 128 keys, each of two warpgroups 64 of them; a third one makes dQ (`backward_sums`).
 The method is in backward.py.
@@ -10,6 +10,7 @@ and of keys.
 from triton.experimental import gluon
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.backward_sums import COLUMNS
 from onchip.kernels.hopper.backward_walk import (
     Edges,
     Sizes,
@@ -22,7 +23,7 @@ from onchip.kernels.hopper.backward_walk import (
     plan_keys,
     store_keys,
 )
-from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers
+from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers, widened
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -46,7 +47,7 @@ class Shared:
     lse: gl.shared_memory_descriptor  # (STAGES, BM), -LSE in base 2
     delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
     ds: gl.shared_memory_descriptor  # (2 * DS_BUFFERS, 64, BM): dS^T of both warpgroups
-    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, D) float32, or dQ in 16 bits
+    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32, or dQ in 16 bits
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
     q_full: gl.shared_memory_descriptor  # (STAGES,)
     do_full: gl.shared_memory_descriptor
@@ -58,11 +59,16 @@ class Shared:
     dq_empty: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
     done: gl.shared_memory_descriptor  # (1,) dK and dV are there
+    landed: gl.shared_memory_descriptor  # (LANDINGS,) this CTA's part of dQ is in memory
+    landed_empty: gl.shared_memory_descriptor
+    rounded: gl.shared_memory_descriptor  # (D / 64, BM, 64) float32 sums of dQ, to be rounded
+    round_full: gl.shared_memory_descriptor  # (D / 64,)
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, do, lse, delta, ds, dq, kv_full, q_full, do_full, q_empty, do_empty,
-        ds_full, ds_empty, dq_full, dq_empty, k_free, done,
+        ds_full, ds_empty, dq_full, dq_empty, k_free, done, landed, landed_empty, rounded,
+        round_full,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -83,6 +89,10 @@ class Shared:
         self.dq_empty = dq_empty
         self.k_free = k_free
         self.done = done
+        self.landed = landed
+        self.landed_empty = landed_empty
+        self.rounded = rounded
+        self.round_full = round_full
 
 
 @gluon.jit
@@ -142,6 +152,22 @@ def _scores(k, t, end, S, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def _products(v, t, S, SPEC: gl.constexpr):
+    """dP^T of step t, under way; its dO is there."""
+    BM: gl.constexpr = SPEC.block_m
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    stage = t % SPEC.stages
+    if SPEC.late:
+        delta = S.delta.index(stage).load(gl.SliceLayout(0, L))
+        start = gl.expand_dims(delta, 0).broadcast_to([PIECE, BM])
+    else:
+        start = gl.zeros([PIECE, BM], gl.float32, L)
+    return warpgroup_mma(
+        v, S.do.index(stage).permute((1, 0)), start, use_acc=SPEC.late, is_async=True
+    )
+
+
+@gluon.jit
 def compute(
     W: gl.constexpr, S: Shared, sizes: Sizes, scale, factor, cap, SPEC: gl.constexpr
 ):  # fmt: skip
@@ -195,13 +221,15 @@ def _step(
     x = t % SPEC.ds_buffers
     q = S.q.index(stage)
     do = S.do.index(stage)
-    s_new = _scores(k, t, keys.end, S, SPEC)
-    mbarrier.wait(S.do_full.index(stage), phase)
-    dp_new = warpgroup_mma(
-        v, do.permute((1, 0)), gl.zeros([PIECE, BM], gl.float32, S_L), use_acc=False,
-        is_async=True,
-    )  # fmt: skip
-    s = warpgroup_mma_wait(1, deps=[s_new])
+    if SPEC.late:
+        # Waited for here, not behind P: there LLVM would move P's making behind the wait too.
+        mbarrier.wait(S.do_full.index(stage), phase)
+        s = warpgroup_mma_wait(0, deps=[_scores(k, t, keys.end, S, SPEC)])
+    else:
+        s_new = _scores(k, t, keys.end, S, SPEC)
+        mbarrier.wait(S.do_full.index(stage), phase)
+        dp_new = _products(v, t, S, SPEC)
+        s = warpgroup_mma_wait(1, deps=[s_new])
     if SPEC.has_softcap:
         s, slope = capped(s, factor)
         s = s * cap
@@ -213,11 +241,17 @@ def _step(
     if MASKED:
         row = edge_index(limits, t - keys.start, SPEC) * BM
         p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
-    dv_new = warpgroup_mma(gl.convert_layout(p.to(DT), A_L), do, dv, is_async=True)
+    p16 = p.to(DT)
+    if SPEC.late:
+        dp_new = _products(v, t, S, SPEC)
+    dv_new = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
     if SPEC.has_softcap:
         p = p * slope
+    if SPEC.late:
+        p = widened(p.to(DT))
     dp = warpgroup_mma_wait(1, deps=[dp_new])
-    dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+    if not SPEC.late:
+        dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
     ds = (p * dp).to(DT)
     dk_new = warpgroup_mma(gl.convert_layout(ds, A_L), q, dk, is_async=True)
     mbarrier.wait(S.ds_empty.index(x), ((t // SPEC.ds_buffers) & 1) ^ 1)
@@ -242,6 +276,10 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     DQ: gl.constexpr = SPEC.dq_buffers
     KB: gl.constexpr = SPEC.kv_buffers
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dq = gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout)
+    rounded = dq
+    if SPEC.rounds:
+        rounded = gl.allocate_shared_memory(gl.float32, [D // COLUMNS, BM, COLUMNS], dq_desc.layout)
     S = Shared(
         gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
         gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
@@ -250,7 +288,7 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
-        gl.allocate_shared_memory(gl.float32, [DQ, BM, D], dq_desc.layout),
+        dq,
         new_barriers(2 * KB, 1),
         new_barriers(ST, 1),
         new_barriers(ST, 1),
@@ -262,6 +300,10 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         new_barriers(DQ, 1),
         new_barriers(1, 1),
         new_barriers(KB, 2),
+        new_barriers(SPEC.landings, 1),
+        new_barriers(SPEC.landings, 1),
+        rounded,
+        new_barriers(D // COLUMNS, 1),
     )
     fence_async_shared()
     return S

@@ -23,6 +23,10 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma_wait,
 )
 
+#: Columns of dQ that are made and added at a time: with all 128 the warpgroup would need 96
+#: registers, which leaves less than the 208 that the others need.
+COLUMNS = gl.constexpr(64)
+
 
 @gluon.jit
 def _ends(t, keys, SPEC: gl.constexpr):
@@ -36,31 +40,43 @@ def _ends(t, keys, SPEC: gl.constexpr):
 @gluon.jit
 def make_dq(S, sizes: Sizes, scale, SPEC: gl.constexpr):
     """The warpgroup of dQ = dS K, which it hands to `add_dq`."""
-    BM: gl.constexpr = SPEC.block_m
-    D: gl.constexpr = SPEC.dim
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    PARTS: gl.constexpr = SPEC.dim // COLUMNS
     start = 0
     for n in range(num_tiles(sizes, SPEC)):
         _, keys = meet_keys(sizes, n, start, SPEC)
         mbarrier.wait(S.kv_full.index(keys.slot * 2), (n // SPEC.kv_buffers) & 1)
         for t in range(keys.start, keys.end):
             x = t % SPEC.ds_buffers
-            y = t % SPEC.dq_buffers
             mbarrier.wait(S.ds_full.index(x), (t // SPEC.ds_buffers) & 1)
-            dq = gl.zeros([BM, D], gl.float32, L)
-            for h in gl.static_range(2):
-                dq = warpgroup_mma(
-                    S.ds.index(x * 2 + h).permute((1, 0)), S.k.index(keys.slot * 2 + h), dq,
-                    use_acc=h > 0, is_async=True,
-                )  # fmt: skip
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(S.ds_empty.index(x), count=1)
-            mbarrier.wait(S.dq_empty.index(y), (t // SPEC.dq_buffers) & 1)
-            _put_dq(dq, S.dq.index(y), t, keys, scale, S, SPEC)
-            fence_async_shared()
-            mbarrier.arrive(S.dq_full.index(y), count=1)
+            for c in gl.static_range(PARTS):
+                u = t * PARTS + c
+                y = u % SPEC.dq_buffers
+                dq = _products(c, keys, x, S, SPEC)
+                if c == PARTS - 1:
+                    mbarrier.arrive(S.ds_empty.index(x), count=1)
+                mbarrier.wait(S.dq_empty.index(y), (u // SPEC.dq_buffers) & 1)
+                _put_dq(dq, S.dq.index(y), t, keys, scale, S, SPEC)
+                fence_async_shared()
+                mbarrier.arrive(S.dq_full.index(y), count=1)
         mbarrier.arrive(S.k_free.index(0), count=1)
         start = keys.end
+
+
+@gluon.jit
+def _products(c: gl.constexpr, keys, x, S, SPEC: gl.constexpr):
+    """dQ's columns of part c by the CTA's keys."""
+    BM: gl.constexpr = SPEC.block_m
+    C: gl.constexpr = COLUMNS
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    dq = gl.zeros([BM, C], gl.float32, L)
+    for h in gl.static_range(2):
+        k = S.k.index(keys.slot * 2 + h)
+        if SPEC.dim > C:
+            k = k.slice(c * C, C, dim=1)
+        dq = warpgroup_mma(
+            S.ds.index(x * 2 + h).permute((1, 0)), k, dq, use_acc=h > 0, is_async=True
+        )
+    return warpgroup_mma_wait(0, deps=[dq])
 
 
 @gluon.jit
@@ -91,29 +107,63 @@ def add_dq(sum_desc, dq_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
     the last ones, and stores dQ.
     """
     BM: gl.constexpr = SPEC.block_m
+    PARTS: gl.constexpr = SPEC.dim // COLUMNS
     start = 0
+    before = 0  # the last step's counter
     for n in range(num_tiles(sizes, SPEC)):
         walk, keys = meet_keys(sizes, n, start, SPEC)
         for t in range(keys.start, keys.end):
             head, m = tile_at(walk, t - keys.start, sizes.group)
             head += walk.head * sizes.group
             line = walk.line + head * walk.stride + m * BM
-            y = t % SPEC.dq_buffers
-            tma.store_wait(SPEC.dq_buffers - 1)
             if SPEC.whole:
+                y = t % SPEC.dq_buffers
+                tma.store_wait(SPEC.dq_buffers - 1)
                 _add_own(sum_desc, dq_desc, walk, keys, head, m * BM, line, t, y, S, SPEC)
             else:
-                mbarrier.arrive(S.dq_empty.index(y), count=1)
+                _add(sum_desc, counters, walk, m, line, t, S, sizes, SPEC)
+                if SPEC.rounds and t > 0:
+                    _land(t - 1, PARTS, S, SPEC)
                 if SPEC.ordered:
-                    wait_turn(counters + line // BM, turn_of(walk, m, sizes, SPEC))
-                mbarrier.wait(S.dq_full.index(y), (t // SPEC.dq_buffers) & 1)
-                tma_reduce_add(sum_desc, [line, 0], S.dq.index(y))
-                if SPEC.ordered:
-                    pass_turn(counters + line // BM)
+                    # A step later, when it has long been in memory.
+                    if t > keys.start:
+                        pass_turn(counters + before, PARTS)
+                    before = line // BM
+        if SPEC.ordered and not SPEC.whole:  # noqa: SIM102 (known when compiling)
+            if keys.end > keys.start:
+                pass_turn(counters + before, 0)
+        if SPEC.rounds:  # noqa: SIM102 (known when compiling)
+            if keys.end > 0:
+                _land(keys.end - 1, 0, S, SPEC)
         if SPEC.whole:
             settle()  # the next keys add to these sums
         start = keys.end
     tma.store_wait(0)
+
+
+@gluon.jit
+def _add(sum_desc, counters, walk, m, line, t, S, sizes: Sizes, SPEC: gl.constexpr):
+    """A step of `add_dq` where other CTAs add to the sum."""
+    PARTS: gl.constexpr = SPEC.dim // COLUMNS
+    for c in gl.static_range(PARTS):
+        u = t * PARTS + c
+        y = u % SPEC.dq_buffers
+        tma.store_wait(SPEC.dq_buffers - 1)
+        mbarrier.arrive(S.dq_empty.index(y), count=1)
+        if SPEC.ordered and c == 0:
+            turn = turn_of(walk, m, sizes, SPEC)
+            wait_turn(counters + line // SPEC.block_m, turn)
+        mbarrier.wait(S.dq_full.index(y), (u // SPEC.dq_buffers) & 1)
+        tma_reduce_add(sum_desc, [line, c * COLUMNS], S.dq.index(y))
+
+
+@gluon.jit
+def _land(t, NEWEST: gl.constexpr, S, SPEC: gl.constexpr):
+    """Tells `round_dq` that step t's part of dQ is in memory, when it is."""
+    x = t % SPEC.landings
+    mbarrier.wait(S.landed_empty.index(x), ((t // SPEC.landings) & 1) ^ 1)
+    settle(NEWEST)
+    mbarrier.arrive(S.landed.index(x), count=1)
 
 
 @gluon.jit

@@ -15,24 +15,34 @@ def wait_turn(counter, turn):
 
 
 @gluon.jit
-def settle():
-    """Waits until what this role's threads wrote or added by TMA is in memory.
-
-    `tma.store_wait` waits until shared memory has been read.
-    """
-    LANES: gl.constexpr = 32 * gl.num_warps()
-    x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+def fence_async():
+    """Orders what other SMs wrote, and was waited for, before this warp's TMA reads of memory."""
+    x = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [x],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
     gl.thread_barrier()
 
 
 @gluon.jit
-def pass_turn(counter):
-    """Lets the next one go when what this role's threads added by TMA is in memory."""
-    settle()
+def settle(NEWEST: gl.constexpr = 0):
+    """Waits until what this role's threads wrote or added by TMA is in memory, except for the
+    NEWEST copies.
+
+    `tma.store_wait` waits until shared memory has been read.
+    """
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    ASM: gl.constexpr = f"cp.async.bulk.wait_group {NEWEST}; fence.acq_rel.gpu; mov.b32 $0, $1;"
+    x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def pass_turn(counter, NEWEST: gl.constexpr):
+    """Lets the next one go when what this role's threads added by TMA, except for the NEWEST
+    copies, is in memory."""
+    settle(NEWEST)
     gl.atomic_add(counter, 1, sem="release")
 
 
@@ -50,6 +60,19 @@ def capped(s, factor):
     """tanh(s * factor) and its derivative; cannot overflow, since exp(2x) = inf gives 1."""
     bent = 1.0 - 2.0 / (gl.exp2(s * (factor * (2.0 * _LOG2E))) + 1.0)
     return bent, 1.0 - bent * bent
+
+
+@gluon.jit
+def widened(x):
+    """x in float32, two numbers of a register at a time: with a conversion of each, ptxas takes
+    registers apart where they are written and needs twice as many (triton 3.6)."""
+    if x.dtype == gl.bfloat16:
+        ASM: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(
+            ASM, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit
