@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from onchip import dispatch
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
-from onchip.problem import Layout, Mask, Op, Problem
+from onchip.problem import Op, Problem
 from tests import compile_only
 from tests.portable_cases import Case, build
 
@@ -179,27 +179,6 @@ def test_configs_are_chosen_by_head_dimension():
     ):  # fmt: skip
         config = choose_backward(_problem(head_dim=dims[0], head_dim_v=dims[1]))
         assert (config.late, config.apart) == (late, apart), dims
-
-
-@pytest.mark.parametrize(
-    ("changes", "whole"),
-    [
-        ({}, True),
-        ({"seqlen_q": 960}, True),
-        ({"seqlen_q": 1000}, False),
-        ({"mask": Mask()}, False),
-        ({"mask": Mask(left=100, right=0)}, False),
-        ({"seqlen_q": 2048, "seqlen_k": 2048}, False),
-        ({"batch": 5}, False),
-        ({"layout_q": Layout.PACKED, "layout_k": Layout.PACKED}, False),
-        ({"head_dim": 128, "head_dim_v": 128}, False),
-    ],
-    ids=str,
-)
-def test_one_cta_owns_all_keys_where_heads_fill_the_gpu(changes, whole):
-    sizes = {"batch": 16, "num_heads": 32, "num_kv_heads": 32, "seqlen_q": 1024, "seqlen_k": 1024}
-    problem = _problem(**{**sizes, "mask": Mask(right=0), **changes})
-    assert choose_backward(problem).whole == whole
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,6 @@ def padded(head_dim: int) -> int:
 def choose_backward(problem: Problem) -> BackwardConfig:
     """The backward's config for a problem: a pure function, no device is asked."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
-    if width == 64 and can_be_whole(problem) and _is_whole_quicker(problem):
-        return _WHOLE
     return _CONFIGS[width]
 
 
@@ -75,7 +73,7 @@ def can_be_whole(problem: Problem) -> bool:
     every tile of queries, and that each tile sees some."""
     mask, shift = problem.mask, problem.seqlen_k - problem.seqlen_q
     sees_all = mask.right < 0
-    is_causal = mask.right == 0 and shift >= 0 and shift % _WHOLE.block_m == 0
+    is_causal = mask.right == 0 and shift >= 0 and shift % _WHOLE_BLOCK_M == 0
     is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
     return is_dense and mask.left < 0 and (sees_all or is_causal)
 
@@ -87,24 +85,9 @@ def can_round(problem: Problem) -> bool:
     return is_dense and mask.left < 0 and (mask.right < 0 or mask.right + shift >= 0)
 
 
-_NUM_SMS = 132  # of an H100 and an H200
-_MAX_WHOLE = 1024  # rows
-
-
-def _is_whole_quicker(problem: Problem) -> bool:
-    """Whether heads fill the SMs and their tiles stay in L2 from tile to tile of keys.
-
-    H200, 2026-11-30, TFLOP/s, one CTA for all keys / for 128: N = 1024 334 / 281 causal and
-    352 / 399 full, N = 4096 343 / 444 causal.
-    """
-    heads = problem.batch * problem.num_kv_heads
-    fill = heads / (_NUM_SMS * -(-heads // _NUM_SMS))
-    return problem.mask.causal and problem.seqlen_q <= _MAX_WHOLE and fill >= 0.9
-
-
 _CONFIGS = {
     64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }
-_WHOLE = BackwardConfig(whole=True, stages=3, starts_at_lse=True)
+_WHOLE_BLOCK_M = 64  # of a config that is `whole`
