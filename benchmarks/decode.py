@@ -20,6 +20,7 @@ import triton.language as tl
 
 import onchip
 from onchip.bench.attention import device_report
+from onchip.bench.timing import graph_of
 from onchip.paging.cascade import Cascade, of_pages
 
 CALLS_IN_GRAPH = 10
@@ -158,18 +159,6 @@ def host_us(call) -> float:
     return statistics.median(times)
 
 
-def graph_of(call) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_IN_GRAPH):
-            call()
-    graph.replay()
-    return graph
-
-
 def gpu_us(graphs: dict, num_rounds: int) -> dict[str, float]:
     """Median time of a call of each graph, in interleaved rounds."""
     times = {name: [] for name in graphs}
@@ -190,13 +179,13 @@ def measure(row: Row, flash, num_rounds: int) -> dict:
     graphs, host = {}, {}
     for name, call in list(calls.items()):
         try:
-            graphs[name], host[name] = graph_of(call), host_us(call)
+            graphs[name], host[name] = graph_of(call, CALLS_IN_GRAPH), host_us(call)
         except Exception as error:
             if name == "onchip":
                 raise
             print(f"{name}: {type(error).__name__} {str(error)[:100]}")
     for name, call in readers(num_bytes).items():
-        graphs[name] = graph_of(call)
+        graphs[name] = graph_of(call, CALLS_IN_GRAPH)
     times = gpu_us(graphs, num_rounds)
     reads = [times.pop(name) for name in list(times) if name.startswith("read")]
     times["read"] = min(reads)

@@ -16,21 +16,18 @@ D / D_v head dimensions.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 
 from onchip.bench import timing, varied
+from onchip.bench.attention import device_report, output_of
 from onchip.kernels.hopper import forward
 from onchip.problem import Mask, Op, Params, Problem, Tensors
 
@@ -85,8 +82,7 @@ def dense(
 
 def packed(causal: bool, heads: int, kv_heads: int, dim: int = 128) -> Call:
     """64 sequences of 64 to 4096 tokens."""
-    draw = random.Random(0)
-    lengths = [draw.randint(varied.SHORTEST, varied.LONGEST) for _ in range(varied.NUM_SEQUENCES)]
+    lengths = varied.lengths()
     tensors = Tensors(*(_random(sum(lengths), h, dim) for h in (heads, kv_heads, kv_heads)))
     offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     tensors.cu_seqlens_q = tensors.cu_seqlens_k = offsets
@@ -141,58 +137,24 @@ def others() -> Iterator[tuple[dict, Callable[[], Call]]]:
             yield facts | {"causal": True}, functools.partial(dense, dim, length, True, 16, batch=1)
 
 
-def graphed(call: Callable[[], object]) -> Callable[[], None]:
-    """Replays of several calls, captured once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_OF_A_GRAPH):
-            call()
-    return graph.replay
-
-
-def _output(found) -> torch.Tensor:
-    return (found[0] if isinstance(found, tuple) else found).float()
-
-
 def measured(call: Call, rounds: int) -> dict:
     """Speeds of both, TFLOP/s, and the median over rounds of their quotient."""
     runs: dict[str, Callable[[], object]] = {
         "onchip": lambda: forward.launch(call.problem, call.tensors),
         "fa3": call.peer,
     }
-    error = (_output(runs["onchip"]()) - _output(runs["fa3"]())).abs().max().item()
+    ours, theirs = (output_of(run()).float() for run in runs.values())
+    error = (ours - theirs).abs().max().item()
     if not error < 0.03:  # two roundings of outputs of up to 4 to bfloat16
         raise ValueError(f"outputs differ by {error}")
     count = 1
     if call.graph:
-        runs, count = {name: graphed(run) for name, run in runs.items()}, CALLS_OF_A_GRAPH
+        count = CALLS_OF_A_GRAPH
+        runs = {name: timing.graph_of(run, count).replay for name, run in runs.items()}
     times = timing.interleaved_device_ms(runs, rounds)
     speeds = {n: count * call.flops / statistics.median(ms) / 1e9 for n, ms in times.items()}
     ratio = timing.median_ratio(times["fa3"], times["onchip"])
     return {"tflops": {n: round(x, 1) for n, x in speeds.items()}, "of_fa3": round(ratio, 3)}
-
-
-def where() -> dict:
-    """The machine and the day."""
-    names = "name,clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version"
-    query = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
-    words = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return {
-        "device": torch.cuda.get_device_name(),
-        "nvidia_smi": dict(zip(names.split(","), words.splitlines()[0].split(", "), strict=True)),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-        "dtype": "bfloat16",
-        "unit": "TFLOP/s",
-        "kernel": "hopper",
-    }
 
 
 def main() -> None:
@@ -202,7 +164,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=120.0, help="seconds")
     given = parser.parse_args()
     start = time.monotonic()
-    report = where() | {"rounds": given.rounds, "cells": [], "others": []}
+    report = device_report() | {
+        "kernel": "hopper",
+        "rounds": given.rounds,
+        "cells": [],
+        "others": [],
+    }
     squares = (
         ({"part": "forward", "dim": d, "length": n, "causal": c}, functools.partial(dense, d, n, c))
         for d in DIMS

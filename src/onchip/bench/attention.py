@@ -80,20 +80,23 @@ def flex_call(q, k, v, causal: bool) -> torch.Tensor:
     return flex(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+def output_of(found) -> torch.Tensor:
+    """What a release returns, alone or before the LSE."""
+    return found[0] if isinstance(found, tuple) else found
+
+
 def fa3_call(q, k, v, causal: bool) -> torch.Tensor:
     """FlashAttention-3, where its package is installed."""
     import flash_attn_interface  # type: ignore[import-not-found]
 
-    out = flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
-    return out[0] if isinstance(out, tuple) else out
+    return output_of(flash_attn_interface.flash_attn_func(q, k, v, causal=causal))
 
 
 def fa4_call(q, k, v, causal: bool) -> torch.Tensor:
     """FlashAttention-4, where its package is installed."""
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
-    out = interface.flash_attn_func(q, k, v, causal=causal)
-    return out[0] if isinstance(out, tuple) else out
+    return output_of(interface.flash_attn_func(q, k, v, causal=causal))
 
 
 PEERS: dict[str, Call] = {

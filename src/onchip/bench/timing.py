@@ -83,6 +83,19 @@ def interleaved_device_ms(
     return times_ms
 
 
+def graph_of(call: Callable[[], object], num_calls: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of so many calls, captured and replayed once."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(num_calls):
+            call()
+    graph.replay()
+    return graph
+
+
 def median_ratio(above_us: list[float], below_us: list[float]) -> float:
     """Median over rounds of above / below: both of a round met the same machine."""
     return statistics.median(a / b for a, b in zip(above_us, below_us, strict=True))

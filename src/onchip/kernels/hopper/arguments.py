@@ -14,7 +14,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from onchip.bounded import Bounded
-from onchip.kernels.hopper.config import NUM_SMS, WARPGROUP_ROWS, Config, choose_forward, padded
+from onchip.kernels import NUM_SMS
+from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
 from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Tensors
@@ -27,6 +28,7 @@ _DTYPES = {
 }
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
+_NUM_BEFORE_SIZES = 3  # a launch's numbers before them
 _MAX_CALLS = 128  # sets of addresses that a launch knows
 
 
@@ -96,7 +98,7 @@ class Code:
     @property
     def is_uneven(self) -> bool:
         """Whether a counter hands out tiles, since they differ in length."""
-        draws = self.is_ragged or getattr(self.config, "draws", True)
+        draws = self.is_ragged or self.draws
         return self.is_cut and draws and not self.is_folded
 
     @property
@@ -112,7 +114,7 @@ class Code:
     @property
     def is_folded(self) -> bool:
         """Whether a tile's two blocks of rows lie apart, see `Config.folded`."""
-        return getattr(self.config, "folded", False)
+        return self.folded
 
     @property
     def num_known(self) -> int:
@@ -180,6 +182,11 @@ class Resolved:
         self._shapes = [(x.shape, x.strides) for x in first]
         self._calls: Bounded[tuple, list] = Bounded(_MAX_CALLS)  # by stream and addresses
         self._seen: set[tuple] = set()
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of queries."""
+        return self.numbers[_NUM_BEFORE_SIZES + _NUM_TILES]
 
     def described(self, *tensors: Tensor) -> list:
         """q, k, v and out as the kernel takes them."""
@@ -322,9 +329,9 @@ def code_of(config: Config, problem: Problem) -> Code:
         packed_k = packed_k and problem.layout_k is Layout.PACKED
     ragged = packed_q or packed_k or problem.seqused_k
     has_right = problem.mask.right >= 0
-    folded = getattr(config, "folded", False)
-    assert not (folded and (ragged or problem.mask.left >= 0)), "a tile's keys lie together"
+    assert not (config.folded and (ragged or problem.mask.left >= 0)), "a tile's keys lie together"
     reach = problem.seqlen_k - problem.seqlen_q + problem.mask.right
+    apart = ragged or config.folded
     return Code(
         config=config,
         dim=problem.head_dim,
@@ -335,7 +342,7 @@ def code_of(config: Config, problem: Problem) -> Code:
         has_right=has_right,
         cuts_two=has_right and (ragged or reach % WARPGROUP_ROWS > 0),
         skips=has_right
-        and (ragged or folded or config.block_n != config.block_m or reach % config.block_n > 0),
+        and (apart or config.block_n != config.block_m or reach % config.block_n > 0),
         # A causal edge ends at the last key by itself.
         has_tail=not problem.mask.causal and (ragged or problem.seqlen_k % config.block_n > 0),
         packed_q=packed_q,

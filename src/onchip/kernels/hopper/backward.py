@@ -34,11 +34,9 @@ not 5, but no float32 sum.
     gradient  dP, dS and dK
 
 Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum and round it
-to dQ; with `rounds` the last CTA to add to a tile rounds it (`backward_round`). With
-`whole`, on request only (in this form not all of its tests ended on a GPU), a CTA owns all keys
-of a head, one tile after the
-other: it stores the first keys' part of dQ rather than add it to a cleared sum, takes up the sum
-for the last ones and rounds it.
+to dQ; with `rounds` the last CTA to add to a tile rounds it (`backward_round`). With `whole`, on
+request only, a CTA owns all keys of a head, one tile after the other: it stores the first keys'
+part of dQ rather than add it to a cleared sum, takes up the sum for the last ones and rounds it.
 
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 

@@ -132,39 +132,33 @@ def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _scores(k, t, end, S, SPEC: gl.constexpr):
-    """S^T of step t, under way."""
-    # There always is such a step; without the predicate the loop's code differs from what has
-    # been measured and tested.
+def _product(own, tile, line, STARTS: gl.constexpr, SPEC: gl.constexpr):
+    """own tile^T (64, BM), begun: from the line's numbers on if it STARTS there, else from 0."""
     BM: gl.constexpr = SPEC.block_m
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    stage = t % SPEC.stages
-    mbarrier.wait(S.q_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
-    if SPEC.starts_at_lse:
-        lse = S.lse.index(stage).load(gl.SliceLayout(0, L))
-        start = gl.expand_dims(lse, 0).broadcast_to([PIECE, BM])
+    if STARTS:
+        first = line.load(gl.SliceLayout(0, L))
+        start = gl.expand_dims(first, 0).broadcast_to([PIECE, BM])
     else:
         start = gl.zeros([PIECE, BM], gl.float32, L)
-    return warpgroup_mma(
-        k, S.q.index(stage).permute((1, 0)), start, use_acc=SPEC.starts_at_lse,
-        is_async=True,
-    )  # fmt: skip
+    return warpgroup_mma(own, tile.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+
+
+@gluon.jit
+def _scores(k, t, end, S, SPEC: gl.constexpr):
+    """S^T of step t, under way."""
+    stage = t % SPEC.stages
+    # There always is such a step; without the predicate the loop's code differs from what has
+    # been measured and tested.
+    mbarrier.wait(S.q_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
+    return _product(k, S.q.index(stage), S.lse.index(stage), SPEC.starts_at_lse, SPEC)
 
 
 @gluon.jit
 def _products(v, t, S, SPEC: gl.constexpr):
     """dP^T of step t, under way; its dO is there."""
-    BM: gl.constexpr = SPEC.block_m
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     stage = t % SPEC.stages
-    if SPEC.late:
-        delta = S.delta.index(stage).load(gl.SliceLayout(0, L))
-        start = gl.expand_dims(delta, 0).broadcast_to([PIECE, BM])
-    else:
-        start = gl.zeros([PIECE, BM], gl.float32, L)
-    return warpgroup_mma(
-        v, S.do.index(stage).permute((1, 0)), start, use_acc=SPEC.late, is_async=True
-    )
+    return _product(v, S.do.index(stage), S.delta.index(stage), SPEC.late, SPEC)
 
 
 @gluon.jit

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onchip.kernels import NUM_SMS
 from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.
 WARPGROUP_ROWS = 64
-#: Multiprocessors of an H100 SXM and of an H200.
-NUM_SMS = 132
 #: Bytes of K and V that CTAs working at the same time should share in the L2 cache.
 L2_BUDGET_BYTES = 16 << 20
 

@@ -6,6 +6,7 @@ No kernel language is imported here, so that `explain` can show a config anywher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from onchip.kernels.fp8_layout import BLOCK_K
 from onchip.kernels.hopper.config import L2_BUDGET_BYTES, WARPGROUP_ROWS, padded
@@ -48,6 +49,9 @@ class FP8Config:
     l2_bytes: int = L2_BUDGET_BYTES
     pins: str = "kv"
     maxima: bool = True
+    # What else the parts shared with the 16-bit forward ask of a config.
+    folded: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):

@@ -33,7 +33,6 @@ from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK_M, _BLOCK_N, _BLOCK_D = 16, 32, 64
-_NUM_TILES = 3 + 7  # place among a forward's numbers
 _NUMBERS = (
     "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
     "stride_table seqlen_q seqlen_k tokens_q num_heads group num_pairs left right"
@@ -258,8 +257,7 @@ def resolve_repair(problem: Problem, forward: Resolved, tensors: Tensors) -> Non
     if forward.repair is not None:
         return
     # Where tiles are few, fewer programs: those of a small call start up to 1 us earlier.
-    num_tiles = forward.numbers[_NUM_TILES]
-    grid = (min(num_sms(tensors.q.device), max(16, num_tiles // 16)),)
+    grid = (min(num_sms(tensors.q.device), max(16, forward.num_tiles // 16)),)
     # As a dependent launch: 1 us less behind the forward.
     options = {"num_warps": 4, "launch_pdl": True}
     forward.repair = Launch(attn_repair_hopper, grid, tensors.q.get_device(), **options)
