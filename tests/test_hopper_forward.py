@@ -100,16 +100,6 @@ def _entries() -> list[dict]:
         config = asdict(replace(chosen, folded=True, turns=False, maxima=maxima))
         name = f"folded-{length}-{dim}"
         found.append({"name": name, "case": case, "config": config, "rise": 1.0, "programs": 99})
-    for name in ("causal", "packed_causal", "more_keys", "full"):
-        case = replace(CASES[name], dim=64, dim_v=64)
-        chosen = replace(choose_forward(build(case).problem), folded=False)
-        # The last tile ends early; tiles are taken in their order.
-        for label, config in (
-            ("stops", replace(chosen, stops=True)),
-            ("ordered", replace(chosen, stops=True, draws=False)),
-        ):
-            entry = {"name": f"{label}-{name}", "case": case, "config": asdict(config)}
-            found.append(entry | {"rise": 1.0})
     return found
 
 

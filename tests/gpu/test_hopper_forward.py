@@ -226,16 +226,6 @@ def test_rows_of_a_tile_that_lie_apart(forward, dim, length):
     check(call, *forward.launch_with(config, call.problem, call.tensors))
 
 
-@pytest.mark.parametrize("changed", [{"stops": True}, {"stops": True, "draws": False}], ids=str)
-@pytest.mark.parametrize("name", ["causal", "many", "packed_causal"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_other_ways_to_hand_out_tiles(forward, dim, name, changed):
-    call = build(replace(CASES[name], dim=dim, dim_v=dim, dtype=BF16), "cuda")
-    config = replace(choose_forward(call.problem), folded=False, turns=True, **changed)
-    for _ in range(2):  # the first must leave its counters as it found them
-        check(call, *forward.launch_with(config, call.problem, call.tensors))
-
-
 def test_outliers_cost_no_more_precision_than_in_flashattention_3(forward):
     g = torch.Generator("cuda").manual_seed(0)
     shape = (1, 4096, 8, 128)

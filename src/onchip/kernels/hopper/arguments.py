@@ -98,8 +98,7 @@ class Code:
     @property
     def is_uneven(self) -> bool:
         """Whether a counter hands out tiles, since they differ in length."""
-        draws = self.is_ragged or self.draws
-        return self.is_cut and draws and not self.is_folded
+        return self.is_cut and not self.is_folded
 
     @property
     def is_cut(self) -> bool:

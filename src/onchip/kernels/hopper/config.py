@@ -39,9 +39,6 @@ class Config:
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
         folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
-        stops: whether nothing more is computed behind a CTA's last tile, rather than the first S
-            of a tile that there is not.
-        draws: whether a counter hands out tiles that differ in length, rather than their order.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -59,8 +56,6 @@ class Config:
     maxima: bool = True
     q_in_registers: bool = False
     folded: bool = False
-    stops: bool = False
-    draws: bool = True
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):
@@ -75,8 +70,6 @@ class Config:
             )
         if self.folded and self.warpgroups != 2:
             raise ValueError(f"folded: got {self.warpgroups} warpgroups; allowed: 2")
-        if self.stops and self.q_buffers == 1:
-            raise ValueError("stops: got one buffer of Q; allowed: 3")
         if self.q_buffers not in (1, 3):
             raise ValueError(f"q_buffers: got {self.q_buffers}; allowed: 1 or 3")
         if self.pins not in ("", "k", "v", "kv"):

@@ -361,16 +361,8 @@ def _turn_over(
     following = View(tile, row_of(tile, W, n, C), view.rows, view.columns, slope)
     if C.q_buffers == 1:
         release_if(more, count, 1, C)
-    if C.stops:
-        if more:
-            walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view,
-                                          following, terms, to, at, n, W, C)  # fmt: skip
-        else:
-            walk = _summed(walk, count, at, C)
-            _finish(walk, o, unmasked, view, terms, to, n, C)
-    else:
-        walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view, following,
-                                      terms, to, at, n, W, C)  # fmt: skip
+    walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view, following,
+                                  terms, to, at, n, W, C)  # fmt: skip
     return more, walk, following, count, end
 
 

@@ -49,9 +49,7 @@ class FP8Config:
     l2_bytes: int = L2_BUDGET_BYTES
     pins: str = "kv"
     maxima: bool = True
-    # What else the parts shared with the 16-bit forward ask of a config.
-    folded: ClassVar[bool] = False
-    draws: ClassVar[bool] = True
+    folded: ClassVar[bool] = False  # the parts shared with the 16-bit forward ask for it
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):
