@@ -112,6 +112,7 @@ def hopper(folder: Path = RESULTS / "h200") -> str:
             key = (cell["dim"], cell["length"], cell["causal"])
             found[key] = found.get(key, []) + words
     where = "{device}, torch {torch}, triton {triton}, {date}, bfloat16, TFLOP/s".format(**report)
+    where += f". Backward: {report['about']}"
     rows = [
         [str(dim), str(length), "causal" if causal else "full", *words]
         for (dim, length, causal), words in sorted(found.items())
