@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip import api, validate
+from onchip import api
 from onchip.compat import float8
+from onchip.compat.packed_cache import attention_over_pages, cache_scale, page_ids
 from onchip.compat.spelling import (
     cache_lengths,
     check_parts,
@@ -369,14 +370,14 @@ def flash_attn_with_kvcache(
         "num_splits": num_splits_of(num_splits),
         "return_lse": True,
     }
-    if packed:
+    if cu_seqlens_q is not None:
         fix = "Call onchip.store_kvcache first, or pass q as (B, S_q, H, D)."
         refuse_given(fix, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
         fix = "Pass q as (B, S_q, H, D)."
         refuse_given(fix, cache_leftpad=cache_leftpad, k_descale=k_descale, v_descale=v_descale)
-        table = _table(page_table, cache_batch_idx, batch, k_cache)
+        table = page_ids(page_table, cache_batch_idx, batch, k_cache)
         queries = (cu_seqlens_q, longest(max_seqlen_q))
-        out, lse = _over_pages(q, k_cache, v_cache, lengths, table, queries, options)
+        out, lse = attention_over_pages(q, k_cache, v_cache, lengths, table, queries, options)
     else:
         out, lse = api.attention_with_kvcache(
             q,
@@ -391,8 +392,8 @@ def flash_attn_with_kvcache(
             rotary_interleaved=rotary_interleaved,
             cache_batch_idx=cache_batch_idx,
             cache_leftpad=cache_leftpad,
-            k_scale=_cache_scale("k_descale", k_descale, k_cache),
-            v_scale=_cache_scale("v_descale", v_descale, v_cache),
+            k_scale=cache_scale("k_descale", k_descale, k_cache),
+            v_scale=cache_scale("v_descale", v_descale, v_cache),
             **options,
         )
     return (out, lse) if return_softmax_lse else out
@@ -462,55 +463,3 @@ def _split_heads(qkv: Any, num_heads_q: int | None) -> tuple[Tensor, ...]:
         allowed = "H, with as many key as value heads after it"
         reject("num_heads_q", f"{num_heads_q} of {qkv.shape[2]} heads", allowed, "Pass H.")
     return qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
-
-
-def _cache_scale(name: str, descale: Tensor | None, cache: Tensor) -> Tensor | None:
-    """onchip's scale (H_kv,) of a descale (B, H_kv) that is the same for each sequence."""
-    if descale is None:
-        return None
-    validate.tensor(name, descale)
-    if cache.dtype != torch.float8_e4m3fn:
-        fix = "Leave it out: only float8_e4m3fn caches are scaled."
-        reject(name, f"given with a cache in {cache.dtype}", "None", fix)
-    if descale.dim() != 2:
-        return descale
-    if descale.shape[0] != 1 and descale.stride(0) != 0:
-        got = f"shape {tuple(descale.shape)}, strides {descale.stride()}"
-        fix = "Scales of a cache are its own, not a sequence's: use scale.expand(B, H_kv)."
-        unsupported(name, got, "one row, or one row expanded", fix)
-    return descale[0]
-
-
-def _table(page_table, cache_batch_idx, batch: int, k_cache: Tensor) -> Tensor:
-    """Page ids of every cache: a row of a dense cache is a page of S_max tokens."""
-    if page_table is not None:
-        if cache_batch_idx is not None:
-            fix = "Reorder the rows of page_table instead."
-            reject("cache_batch_idx", "given with page_table", "one of the two", fix)
-        return page_table
-    if cache_batch_idx is not None:
-        return cache_batch_idx[:, None]
-    if k_cache.shape[0] != batch:
-        fix = "Pass cache_batch_idx to choose rows of the cache."
-        reject("k_cache", f"batch {k_cache.shape[0]}", f"cu_seqlens_q's {batch}", fix)
-    return torch.arange(batch, dtype=torch.int32, device=k_cache.device)[:, None]
-
-
-def _over_pages(q, k_cache, v_cache, lengths, table, queries: tuple, options: dict) -> Any:
-    """Attention of packed queries over pages."""
-    cu_seqlens_q, max_seqlen_q = queries
-    if max_seqlen_q is None:
-        fix = "Pass at least the longest query length."
-        reject("max_seqlen_q", None, "an int with cu_seqlens_q", fix, TypeError)
-    return api.attention_varlen(
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=None,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=table.shape[1] * k_cache.shape[1],
-        block_table=table,
-        seqused_k=lengths,
-        **options,
-    )
