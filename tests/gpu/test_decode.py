@@ -82,12 +82,17 @@ def test_cases(decode, name):
 
 
 DIRECT = {
+    "pages_of_1": CASES["pages_of_1"],
+    "pages_of_3": CASES["pages_of_3"],
+    "pages_of_8": CASES["pages_of_8"],
     "pages_of_16": CASES["pages_of_16"],
     "pages_of_48": Case((1,) * 3, (1530, 47, 49), page=48, **GQA),
     "pages_of_256": CASES["pages_of_256"],
     "dense": Case((1, 1), (1900, 170), used=True, **GQA),
     "sinks": Case((1,) * 3, (900, 3, 64), page=16, sinks=True, heads=8, kv_heads=1),
     "one_head": Case((1, 1), (700, 100), page=64, heads=3, kv_heads=3),
+    "two_heads": Case((1, 1), (2700, 100), page=64, heads=4, kv_heads=2, sinks=True),
+    "six_heads": Case((1,) * 5, (3100, 65, 0, 1, 700), page=16, heads=12, kv_heads=2),
 }
 
 
@@ -95,10 +100,11 @@ DIRECT = {
 @pytest.mark.parametrize("name", DIRECT)
 def test_direct_walk(decode, name, dtype):
     call = build(replace(DIRECT[name], dim=128, dim_v=128, dtype=dtype), "cuda")
-    for config in configs(decode, call):
-        for stages in (2, 4):
-            config = direct(config, stages)
-            for _ in range(2):
+    few, some, *balanced = configs(decode, call)
+    for config in (few, some, replace(some, splits=128), *balanced):
+        for stages, warps in ((3, 4), (4, 2)):
+            config = direct(config, stages, warps)
+            for _ in range(2):  # counters must be 0 again
                 check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
@@ -227,7 +233,7 @@ def test_float8_cache(seqlen_q, num_splits):
     torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=4e-3)
 
 
-@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("page", [1, 16, 256])
 def test_float8_cache_of_unequal_lengths(page):
     q, k, v, table = _cache(200, 3000, page=page)
     lengths = torch.randint(0, 3000, (200,), device="cuda").int()

@@ -70,21 +70,20 @@ def suits_direct(problem: Problem) -> bool:
         and problem.group <= 8
         and problem.head_dim == problem.head_dim_v == 128
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.page_size % 16 == 0
         and problem.mask.left < 0
         and not (problem.leftpad or problem.softcap or problem.alibi)
     )
 
 
-def direct(config: DecodeConfig, stages: int = 3) -> DecodeConfig:
+def direct(config: DecodeConfig, stages: int = 3, warps: int = 4) -> DecodeConfig:
     """The config with `decode_direct` as its walk.
 
     H200, 2026-11-30, float8, 64 sequences of 8k: 256 and 258 us with 2 and 3 stages, with which
     four programs run on an SM, 303 with 4.
     """
     return replace(
-        config, rows=8, row_blocks=1, groups=4, block_n=64, num_warps=4, num_stages=stages,
-        direct=True,
+        config, rows=8, row_blocks=1, groups=warps, block_n=16 * warps, num_warps=warps,
+        num_stages=stages, direct=True,
     )  # fmt: skip
 
 
@@ -96,7 +95,8 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         num_sms: multiprocessors of the GPU.
         is_aligned: whether all rows begin at multiples of 16 bytes.
     """
-    tile = _tile(problem)
+    walks_direct = is_aligned and suits_direct(problem)
+    tile = _DIRECT if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
     if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
@@ -110,21 +110,16 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
         # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
         # memory pipes busy only with two programs on it.
-        small_pages = 0 < problem.page_size < tile.block_n // 4
+        small_pages = 0 < problem.page_size < tile.block_n // 4 and not walks_direct
         at_once = num_sms * (2 if small_pages or tile.groups == 0 else 1)
         splits, min_tiles = _splits(units, num_tiles, at_once), MIN_TILES
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
-    config = DecodeConfig(
+    return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles,
+        splits, balanced, min_tiles, walks_direct,
     )  # fmt: skip
-    # With splits given, a sequence's bits must not depend on the number of its neighbours.
-    is_full = problem.num_splits > 0 or units >= num_sms
-    if problem.kv_dtype.itemsize == 1 and is_full and is_aligned and suits_direct(problem):
-        return direct(config)
-    return config
 
 
 @dataclass(frozen=True)
@@ -135,6 +130,9 @@ class _Tile:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+_DIRECT = _Tile(8, 1, 4, 64, 4, 3)
 
 
 def _tile(problem: Problem) -> _Tile:

@@ -7,10 +7,10 @@ registers, where Triton turns them by way of shared memory, and P is turned by m
 leaves one barrier a tile, and 96 to 122 registers a thread, so that four programs run
 on an SM.
 
-Pieces are merged by `decode.attn_decode_merge_portable`, which is launched next.
+Of several pieces of a sequence each puts its statistics aside, and the last one to arrive at a
+counter merges them, as in `decode`.
 
-It does not do: several queries, D other than 128, windows, left padding, softcap, ALiBi, pages
-that sixteen does not divide.
+It does not do: several queries, D other than 128, windows, left padding, softcap, ALiBi.
 
 Legend: W warps, H_kv key and value heads, N page size, ROWS query heads of a group, padded to 8.
 """
@@ -60,6 +60,38 @@ def _width(spec):
     return 32 if spec.is_float8 else 128
 
 
+@constexpr_function
+def _by_token(spec):
+    """Whether a warp's sixteen tokens may lie in several pages."""
+    return spec.page_size % 16 != 0
+
+
+@constexpr_function
+def _held(warps):
+    """Which words of a float8 tile (W, 16, 32) a thread has: see `_paired`."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        warp_bases=[[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[warps, 16, 32],
+    )
+
+
+@constexpr_function
+def _merging(spec, warps):
+    """Layout of pieces (AT_ONCE, 128, KEPT): a thread has its entries of all of them."""
+    heads = min(spec.kept, warps)
+    return gl.BlockedLayout([1, 4 * heads // warps, 1], [1, 32, 1], [1, warps // heads, heads],
+                            [1, 2, 0])  # fmt: skip
+
+
+@constexpr_function
+def _at_once(spec, warps):
+    """Pieces that are merged at once: up to 64 registers a thread."""
+    return min(16, 16 * warps // spec.kept)
+
+
 @gluon.jit
 def _add(a, b):
     return a + b
@@ -93,30 +125,48 @@ def _locate(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _page_ids(table, tile, warp, last, SPEC: gl.constexpr):
-    """The page of each warp's tokens of a tile; past the end, the last one's."""
+def _tokens(tile, SPEC: gl.constexpr):
+    """A tile's tokens (W, 16) as they are copied."""
+    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
+    lane = gl.arange(0, 16, gl.SliceLayout(0, EACH))
+    return tile * SPEC.block_n + warp[:, None] * 16 + lane[None, :]
+
+
+@gluon.jit
+def _page_ids(table, tile, last, SPEC: gl.constexpr):
+    """The pages of a tile's tokens, one a warp (W,) or one each (W, 16)."""
+    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
     if SPEC.page_size == 0:
         return warp * 0
+    elif _by_token(SPEC):
+        return gl.load(table + gl.minimum(_tokens(tile, SPEC), last) // SPEC.page_size)
     else:
         token = gl.minimum(tile * SPEC.block_n + warp * 16, last)
         return gl.load(table + token // SPEC.page_size)
 
 
 @gluon.jit
-def _rows(ids, tile, warp, last, stride_page, stride_row, SPEC: gl.constexpr):
+def _rows(ids, tile, last, stride_page, stride_row, SPEC: gl.constexpr):
     """Places of a tile's rows (W, 16, 1), in elements or words, from a head's start.
 
     What lies past the end is never read: the last token stands for it, and weighs nothing.
     """
-    LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
+    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
     UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // 128
-    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    first = gl.minimum(tile * SPEC.block_n + warp * 16, last // 16 * 16)
-    row = gl.minimum(lane[None, :, None], (last - first)[:, None, None])
-    if SPEC.page_size > 0:
-        first = first % SPEC.page_size
-    row += first[:, None, None]
-    return ids.to(gl.int64)[:, None, None] * (stride_page * UNIT) + row * (stride_row * UNIT)
+    if _by_token(SPEC):
+        row = gl.minimum(_tokens(tile, SPEC), last) % SPEC.page_size
+    else:
+        warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
+        lane = gl.arange(0, 16, gl.SliceLayout(0, EACH))
+        first = gl.minimum(tile * SPEC.block_n + warp * 16, last // 16 * 16)
+        row = gl.minimum(lane[None, :], (last - first)[:, None])
+        if SPEC.page_size > 0:
+            first = first % SPEC.page_size
+        row += first[:, None]
+        ids = ids[:, None]
+    return (ids.to(gl.int64) * (stride_page * UNIT) + row * (stride_row * UNIT))[:, :, None]
 
 
 @gluon.jit
@@ -124,30 +174,36 @@ def _fetch(keys, values, k, v, ids, tile, last, stride_kb, stride_ks, stride_vb,
            SPEC: gl.constexpr):  # fmt: skip
     """Starts to copy a tile of K and one of V."""
     LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
-    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     column = gl.arange(0, _width(SPEC), gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    rows = _rows(ids, tile, warp, last, stride_kb, stride_ks, SPEC)
+    rows = _rows(ids, tile, last, stride_kb, stride_ks, SPEC)
     async_copy.async_copy_global_to_shared(keys, k + (rows + column[None, None, :]))
-    rows = _rows(ids, tile, warp, last, stride_vb, stride_vs, SPEC)
-    async_copy.async_copy_global_to_shared(values, v + (rows + column[None, None, :]))
+    rows = _rows(ids, tile, last, stride_vb, stride_vs, SPEC)
+    # A last token that is not finite must not stand for others: 0 times infinity is not 0.
+    seen = _tokens(tile, SPEC)[:, :, None] <= last
+    async_copy.async_copy_global_to_shared(values, v + (rows + column[None, None, :]), mask=seen)
 
 
 @gluon.jit
-def _queries(q, batch, kv_head, stride_qb, stride_qh, factor, SPEC: gl.constexpr,
-             MMA: gl.constexpr):  # fmt: skip
+def _load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC: gl.constexpr):
+    """q (128, ROWS) of a group's heads, 0 past the last one."""
+    LOADED: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    head = gl.arange(0, SPEC.rows, gl.SliceLayout(0, LOADED))
+    column = gl.arange(0, 128, gl.SliceLayout(1, LOADED))
+    at = batch.to(gl.int64) * (stride_qb * SPEC.vector)
+    at += (kv_head * SPEC.group + head) * (stride_qh * SPEC.vector)
+    mask = (head < SPEC.group)[None, :]
+    return gl.load(q + at[None, :] + column[:, None], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _queries(x, factor, SPEC: gl.constexpr, MMA: gl.constexpr):
     """q (W, 128, ROWS), the same for all warps, and what turns products into base 2 logits.
 
     For float8 keys each row is scaled by a power of two first, so that it fits in float16.
     """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
-    LOADED: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
-    head = gl.arange(0, SPEC.rows, gl.SliceLayout(0, LOADED))
-    column = gl.arange(0, 128, gl.SliceLayout(1, LOADED))
-    at = batch.to(gl.int64) * (stride_qb * SPEC.vector)
-    at += (kv_head * SPEC.group + head) * (stride_qh * SPEC.vector)
-    x = gl.load(q + at[None, :] + column[:, None], mask=(head < SPEC.group)[None, :], other=0.0)
-    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, LOADED)) * factor
+    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, x.type.layout)) * factor
     if SPEC.is_float8:
         x = x.to(gl.float32)
         top = gl.max(gl.abs(x), 0)
@@ -168,14 +224,7 @@ def _paired(words, MMA: gl.constexpr):
     Bytes of a pair of tokens are laid side by side (prmt) and widened together.
     """
     W: gl.constexpr = gl.num_warps()
-    HELD: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[W, 16, 32],
-    )
-    pairs = gl.permute(gl.reshape(words.load(HELD), [W, 8, 2, 32]), [0, 1, 3, 2])
+    pairs = gl.permute(gl.reshape(words.load(_held(W)), [W, 8, 2, 32]), [0, 1, 3, 2])
     even, odd = gl.split(pairs)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         "{ .reg .b32 lo, hi, x; .reg .b16 l, h; "
@@ -214,16 +263,16 @@ def _turned(p, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _start(table, warp, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
+def _start(table, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
            stride_vs, SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Starts the first copies; the page ids of the tile after them."""
     for s in gl.static_range(STAGES - 1):
         if start + s < stop:
-            ids = _page_ids(table, start + s, warp, last, SPEC)
+            ids = _page_ids(table, start + s, last, SPEC)
             _fetch(k_ring.index(s), v_ring.index(s), k, v, ids, start + s, last, stride_kb,
                    stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
         async_copy.commit_group()
-    return _page_ids(table, start + STAGES - 1, warp, last, SPEC)
+    return _page_ids(table, start + STAGES - 1, last, SPEC)
 
 
 @gluon.jit
@@ -239,9 +288,9 @@ def _meet(acc, maximum, denominator, SPEC: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
-            SPEC: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Adds the sink, divides and writes; see `decode_results.finish`."""
-    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
+            SPEC: gl.constexpr):  # fmt: skip
+    """Adds the sink, divides and writes acc (128, heads); see `decode_results.finish`."""
+    row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     head = kv_head * SPEC.group + row
     inside = row < SPEC.group
     if sinks is not None:
@@ -260,10 +309,9 @@ def _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_facto
 
 
 @gluon.jit
-def _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC: gl.constexpr,
-               MMA: gl.constexpr):  # fmt: skip
+def _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC: gl.constexpr):
     """Stores a piece's statistics as number `place`; see `decode_results.put_aside`."""
-    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
+    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, acc.type.layout))
     kept = row < SPEC.kept
     at = place * SPEC.kept + row
     gl.store(partial_out + at[None, :] * 128 + feature[:, None], acc, mask=kept[None, :])
@@ -272,9 +320,55 @@ def _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC
 
 
 @gluon.jit
-def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, stride_vs, queries,
-          scale, SPEC: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Statistics of each warp over the tiles [start, stop)."""
+def _merged(partial_out, partial_stats, place, count, SPEC: gl.constexpr):
+    """`count` pieces from number `place` on: (128, KEPT), (KEPT,), (KEPT,).
+
+    Sums over pieces stay inside a thread, in the order of the keys; see `decode_results.merged`.
+    """
+    AT_ONCE: gl.constexpr = _at_once(SPEC, gl.num_warps())
+    KEPT: gl.constexpr = SPEC.kept
+    LAYOUT: gl.constexpr = _merging(SPEC, gl.num_warps())
+    STATS: gl.constexpr = gl.SliceLayout(1, LAYOUT)  # (AT_ONCE, KEPT)
+    SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)  # (128, KEPT)
+    piece = gl.arange(0, AT_ONCE, gl.SliceLayout(1, STATS))
+    row = gl.arange(0, KEPT, gl.SliceLayout(0, STATS))
+    feature = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    top = gl.full([KEPT], _LOWEST, gl.float32, gl.SliceLayout(0, STATS))
+    total = gl.zeros([KEPT], gl.float32, gl.SliceLayout(0, STATS))
+    acc = gl.zeros([128, KEPT], gl.float32, SUMS)
+    for start in range(0, count, AT_ONCE):
+        seen = (start + piece < count)[:, None]
+        at = (place + start + piece)[:, None] * KEPT + row[None, :]
+        # Straight from L2: other SMs wrote it.
+        tops = gl.load(partial_stats + at * 2, mask=seen, other=_LOWEST, cache_modifier=".cg")
+        sums = gl.load(partial_stats + at * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
+        entry = gl.expand_dims(at, 1) * 128 + feature[None, :][:, :, None]
+        outs = gl.load(partial_out + entry, mask=gl.expand_dims(seen, 1), other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        now = gl.maximum(top, gl.max(tops, 0))
+        rescale = gl.exp2(top - now)
+        weights = gl.exp2(tops - now[None, :])
+        total = total * rescale + gl.sum(sums * weights, 0)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(0, SUMS))[None, :]
+        acc += gl.sum(outs * gl.expand_dims(weights, 1), 0)
+        top = now
+    top = gl.convert_layout(top, gl.SliceLayout(0, SUMS))
+    return acc, top, gl.convert_layout(total, gl.SliceLayout(0, SUMS))
+
+
+@gluon.jit
+def _finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, batch, kv_head,
+                   num_heads, v_factor, SPEC: gl.constexpr):  # fmt: skip
+    """Merges all pieces of a sequence and writes its output."""
+    acc, top, total = _merged(partial_out, partial_stats, place, count, SPEC)
+    feature = gl.arange(0, 128, gl.SliceLayout(1, acc.type.layout))
+    _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature, SPEC)
+
+
+@gluon.jit
+def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, stride_vs, x,
+          factor, SPEC: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Statistics of each warp over the tiles [start, stop), for the queries x."""
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
     F8: gl.constexpr = SPEC.is_float8
@@ -287,10 +381,10 @@ def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, str
     if F8:
         BYTES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0])
         keys = _as_bytes(k_ring, [STAGES, W, 16, 128], BYTES)
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, _copied(SPEC, W))))
     last = gl.maximum(length - 1, 0)
-    ids = _start(table, warp, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks,
-                 stride_vb, stride_vs, SPEC, STAGES)  # fmt: skip
+    ids = _start(table, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
+                 stride_vs, SPEC, STAGES)  # fmt: skip
+    queries, scale = _queries(x, factor, SPEC, MMA)
     acc = gl.zeros([W, 128, ROWS], gl.float32, MMA)
     maximum = gl.full([W, ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, MMA))
     denominator = gl.zeros([W, ROWS], gl.float32, gl.SliceLayout(1, MMA))
@@ -304,7 +398,7 @@ def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, str
         if tile + STAGES - 1 < stop:
             _fetch(k_ring.index(ahead), v_ring.index(ahead), k, v, ids, tile + STAGES - 1, last,
                    stride_kb, stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
-            ids = _page_ids(table, tile + STAGES, warp, last, SPEC)
+            ids = _page_ids(table, tile + STAGES, last, SPEC)
         async_copy.commit_group()
         key = keys.index(slot).load(gl.DotOperandLayout(0, MMA, 4 if F8 else 2))
         if F8:
@@ -385,17 +479,22 @@ def attn_decode_direct(
         scale = scale * gl.load(k_scale + kv_head)
     if v_scale is not None:
         v_factor = gl.load(v_scale + kv_head)
-    queries, row_scale = _queries(q, batch, kv_head, stride_qb, stride_qh, scale, SPEC, MMA)
+    x = _load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC)
     acc, top, total = _walk(table, start, stop, length, keys, values, stride_kb, stride_ks,
-                            stride_vb, stride_vs, queries, row_scale, SPEC, MMA,
-                            STAGES)  # fmt: skip
+                            stride_vb, stride_vs, x, scale, SPEC, MMA, STAGES)  # fmt: skip
     acc, top, total = _meet(acc, top, total, SPEC, MMA)
     feature = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
     if SPEC.is_float8:  # see `_paired`
         feature = feature % 8 * 16 + feature // 8
     if count == 1:
         _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
-                SPEC, MMA)  # fmt: skip
+                SPEC)  # fmt: skip
     elif SPEC.merges:
-        place = kv_head.to(gl.int64) * gl.num_programs(1) + first_program + index
-        _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC, MMA)
+        place = kv_head.to(gl.int64) * gl.num_programs(1) + first_program
+        _put_aside(acc, top, total, partial_out, partial_stats, place + index, feature, SPEC)
+        gl.thread_barrier()  # all threads' stores come before the one thread's count
+        counter = counters + batch * gl.num_programs(0) + kv_head
+        if gl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+            _finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, batch, kv_head,
+                           num_heads, v_factor, SPEC)  # fmt: skip
+            gl.store(counter, 0)
