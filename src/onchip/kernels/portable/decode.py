@@ -401,7 +401,7 @@ class Plan:
 
             self.numbers = (*self.numbers, stages)
             self.run = Launch(attn_decode_direct, (units, programs), index,
-                              num_warps=config.num_warps)  # fmt: skip
+                              num_warps=config.num_warps, maxnreg=128)  # fmt: skip
         else:
             self.run = Launch(attn_decode_portable, (units, programs), index,
                               num_warps=config.num_warps, num_stages=stages)  # fmt: skip

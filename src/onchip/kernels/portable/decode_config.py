@@ -62,16 +62,16 @@ class DecodeConfig:
 
 
 def suits_direct(problem: Problem) -> bool:
-    """Whether `decode_direct` can walk: one query a sequence, D = 128, no terms."""
+    """Whether `decode_direct` can walk: one query a sequence, D = 64 or 128, no terms."""
     return (
         problem.arch == "sm_90"
         and problem.layout_q is Layout.DENSE
         and problem.seqlen_q == 1
         and problem.group <= 8
-        and problem.head_dim == problem.head_dim_v == 128
+        and problem.head_dim == problem.head_dim_v
+        and problem.head_dim in (64, 128)
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.mask.left < 0
-        and not (problem.leftpad or problem.softcap or problem.alibi)
+        and not (problem.softcap or problem.alibi)
     )
 
 
@@ -96,7 +96,7 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         is_aligned: whether all rows begin at multiples of 16 bytes.
     """
     walks_direct = is_aligned and suits_direct(problem)
-    tile = _DIRECT if walks_direct else _tile(problem)
+    tile = _direct_tile(problem) if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
     if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
@@ -132,7 +132,9 @@ class _Tile:
     num_stages: int
 
 
-_DIRECT = _Tile(8, 1, 4, 64, 4, 3)
+def _direct_tile(problem: Problem) -> _Tile:
+    """What `_tile` is for the other walks."""
+    return _Tile(8, 1, 4, 64, 4, 3 if problem.head_dim == 128 else 5)
 
 
 def _tile(problem: Problem) -> _Tile:

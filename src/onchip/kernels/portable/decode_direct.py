@@ -10,12 +10,15 @@ on an SM.
 Of several pieces of a sequence each puts its statistics aside, and the last one to arrive at a
 counter merges them, as in `decode`.
 
-It does not do: several queries, D other than 128, windows, left padding, softcap, ALiBi.
+It does not do: several queries, D other than 64 and 128, softcap, ALiBi.
 
-Legend: W warps, H_kv key and value heads, N page size, ROWS query heads of a group, padded to 8.
+Legend: W warps, D head dimension, N page size, ROWS query heads of a group, padded to 8, KEPT to
+a power of two.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,12 +34,35 @@ _NUMBERS = (
 ).split()
 
 
+class _Cache(NamedTuple):
+    """The keys and values of one sequence and head."""
+
+    table: object  # its row of the block table
+    k: object
+    v: object
+    stride_kb: object
+    stride_ks: object
+    stride_vb: object
+    stride_vs: object
+    first: object  # first token that is seen
+    last: object  # last one
+
+
 @constexpr_function
 def _copied(spec, warps):
     """Layout of a tile (W, 16, D) on its way to shared memory, 16 bytes a thread."""
-    if spec.is_float8:  # as words of four
-        return gl.BlockedLayout([1, 1, 4], [1, 4, 8], [warps, 1, 1], [2, 1, 0])
-    return gl.BlockedLayout([1, 1, 8], [1, 2, 16], [warps, 1, 1], [2, 1, 0])
+    vector = 4 if spec.is_float8 else 8  # float8 as words of four
+    lanes = _width(spec) // vector
+    return gl.BlockedLayout([1, 1, vector], [1, 32 // lanes, lanes], [warps, 1, 1], [2, 1, 0])
+
+
+@constexpr_function
+def _stored(spec, as_bytes):
+    """How its rows lie in shared memory, so that a warp reads without conflicts."""
+    vector = 4 if spec.is_float8 else 8
+    phases = min(8, _width(spec) // vector)
+    vector = 4 * vector if as_bytes else vector
+    return gl.SwizzledSharedLayout(vector, 8 // phases, phases, [2, 1, 0])
 
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
@@ -57,7 +83,7 @@ else:
 @constexpr_function
 def _width(spec):
     """Elements, or words, of a row of K or V."""
-    return 32 if spec.is_float8 else 128
+    return spec.dim // 4 if spec.is_float8 else spec.dim
 
 
 @constexpr_function
@@ -67,23 +93,43 @@ def _by_token(spec):
 
 
 @constexpr_function
-def _held(warps):
-    """Which words of a float8 tile (W, 16, 32) a thread has: see `_paired`."""
+def _has_edge(spec):
+    """Whether a sequence's first tokens may be hidden."""
+    return spec.has_left or spec.has_first
+
+
+@constexpr_function
+def _loaded(spec, warps):
+    """Layout of q (D, ROWS)."""
+    return gl.BlockedLayout([8, 1], [spec.dim // 8, 256 // spec.dim], [1, warps], [0, 1])
+
+
+@constexpr_function
+def _held(spec, warps):
+    """Which words of a float8 tile (W, 16, D / 4) a thread has: see `_paired`."""
+    each = [1 << i for i in range((spec.dim // 32).bit_length() - 1)]
+    lanes = [spec.dim // 32 * i for i in (1, 2, 4)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+        reg_bases=[*([0, 0, i] for i in each), [0, 1, 0], [0, 8, 0]],
+        lane_bases=[[0, 2, 0], [0, 4, 0], *([0, 0, i] for i in lanes)],
         warp_bases=[[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
         block_bases=[],
-        shape=[warps, 16, 32],
+        shape=[warps, 16, spec.dim // 4],
     )
 
 
 @constexpr_function
+def _flat(spec, warps):
+    """Layout of all sequences, of up to 256 in each warp, which then needs no other."""
+    return gl.BlockedLayout([max(1, min(8, spec.batch_padded // 32))], [32], [warps], [0])
+
+
+@constexpr_function
 def _merging(spec, warps):
-    """Layout of pieces (AT_ONCE, 128, KEPT): a thread has its entries of all of them."""
+    """Layout of pieces (AT_ONCE, D, KEPT): a thread has its entries of all of them."""
     heads = min(spec.kept, warps)
-    return gl.BlockedLayout([1, 4 * heads // warps, 1], [1, 32, 1], [1, warps // heads, heads],
-                            [1, 2, 0])  # fmt: skip
+    entries = max(1, spec.dim * heads // (32 * warps))
+    return gl.BlockedLayout([1, entries, 1], [1, 32, 1], [1, warps // heads, heads], [1, 2, 0])
 
 
 @constexpr_function
@@ -105,13 +151,34 @@ def _pieces(tiles, wanted, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _locate(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
+def _edge(lengths, first, left, SPEC: gl.constexpr):
+    """First token that is seen; works on vectors too."""
+    if SPEC.has_left:
+        first = gl.maximum(first, lengths - 1 - left)
+    return first
+
+
+@gluon.jit
+def _tiles(length, first, SPEC: gl.constexpr):
+    """First tile that is seen, and how many follow; works on vectors too."""
+    if _has_edge(SPEC):
+        tile = gl.minimum(first, length) // SPEC.block_n
+        return tile, gl.where(first < length, gl.cdiv(length, SPEC.block_n) - tile, 0)
+    else:
+        return length * 0, gl.cdiv(length, SPEC.block_n)
+
+
+@gluon.jit
+def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl.constexpr):
     """Sequence, piece, pieces and first program; the cut of `decode._shares` and `_locate`."""
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     program = gl.program_id(1)
-    every = gl.arange(0, SPEC.batch_padded, FLAT)
+    every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
-    tiles = gl.cdiv(gl.load(seqused_k + every, mask=seen, other=0), SPEC.block_n)
+    lengths = gl.load(seqused_k + every, mask=seen, other=0)
+    first = lengths * 0
+    if SPEC.has_first:
+        first = gl.load(leftpad_k + every, mask=seen, other=0)
+    _, tiles = _tiles(lengths, _edge(lengths, first, left, SPEC), SPEC)
     total = gl.sum(tiles, 0)
     unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = gl.maximum(total * gl.num_programs(0), 1)
@@ -134,61 +201,75 @@ def _tokens(tile, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _page_ids(table, tile, last, SPEC: gl.constexpr):
+def _within(token, cache: _Cache, SPEC: gl.constexpr):
+    """The token, or the nearest one that is seen: what is hidden is never read."""
+    if _has_edge(SPEC):
+        token = gl.maximum(token, cache.first)
+    return gl.minimum(token, cache.last)
+
+
+@gluon.jit
+def _page_ids(cache: _Cache, tile, SPEC: gl.constexpr):
     """The pages of a tile's tokens, one a warp (W,) or one each (W, 16)."""
     EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
     if SPEC.page_size == 0:
         return warp * 0
     elif _by_token(SPEC):
-        return gl.load(table + gl.minimum(_tokens(tile, SPEC), last) // SPEC.page_size)
+        token = _within(_tokens(tile, SPEC), cache, SPEC)
     else:
-        token = gl.minimum(tile * SPEC.block_n + warp * 16, last)
-        return gl.load(table + token // SPEC.page_size)
+        # Sixteen tokens of which any is seen lie in the page of that one.
+        token = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last)
+        if _has_edge(SPEC):
+            token = gl.maximum(token, gl.minimum(cache.first, cache.last) // 16 * 16)
+    return gl.load(cache.table + token // SPEC.page_size)
 
 
 @gluon.jit
-def _rows(ids, tile, last, stride_page, stride_row, SPEC: gl.constexpr):
+def _rows(ids, tile, stride_page, stride_row, cache: _Cache, SPEC: gl.constexpr):
     """Places of a tile's rows (W, 16, 1), in elements or words, from a head's start.
 
-    What lies past the end is never read: the last token stands for it, and weighs nothing.
+    Another row stands for what is not seen, and weighs nothing.
     """
     EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
-    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // 128
+    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // SPEC.dim
     if _by_token(SPEC):
-        row = gl.minimum(_tokens(tile, SPEC), last) % SPEC.page_size
+        row = _within(_tokens(tile, SPEC), cache, SPEC) % SPEC.page_size
     else:
         warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
         lane = gl.arange(0, 16, gl.SliceLayout(0, EACH))
-        first = gl.minimum(tile * SPEC.block_n + warp * 16, last // 16 * 16)
-        row = gl.minimum(lane[None, :], (last - first)[:, None])
+        start = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last // 16 * 16)
+        row = gl.minimum(lane[None, :], (cache.last - start)[:, None])
         if SPEC.page_size > 0:
-            first = first % SPEC.page_size
-        row += first[:, None]
+            start = start % SPEC.page_size
+        row += start[:, None]
         ids = ids[:, None]
     return (ids.to(gl.int64) * (stride_page * UNIT) + row * (stride_row * UNIT))[:, :, None]
 
 
 @gluon.jit
-def _fetch(keys, values, k, v, ids, tile, last, stride_kb, stride_ks, stride_vb, stride_vs,
-           SPEC: gl.constexpr):  # fmt: skip
+def _fetch(keys, values, ids, tile, cache: _Cache, SPEC: gl.constexpr):
     """Starts to copy a tile of K and one of V."""
     LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
     column = gl.arange(0, _width(SPEC), gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    rows = _rows(ids, tile, last, stride_kb, stride_ks, SPEC)
-    async_copy.async_copy_global_to_shared(keys, k + (rows + column[None, None, :]))
-    rows = _rows(ids, tile, last, stride_vb, stride_vs, SPEC)
-    # A last token that is not finite must not stand for others: 0 times infinity is not 0.
-    seen = _tokens(tile, SPEC)[:, :, None] <= last
-    async_copy.async_copy_global_to_shared(values, v + (rows + column[None, None, :]), mask=seen)
+    column = column[None, None, :]
+    rows = _rows(ids, tile, cache.stride_kb, cache.stride_ks, cache, SPEC)
+    async_copy.async_copy_global_to_shared(keys, cache.k + (rows + column))
+    rows = _rows(ids, tile, cache.stride_vb, cache.stride_vs, cache, SPEC)
+    # V of what is not seen becomes 0: 0 times a number that is not finite is not 0.
+    token = _tokens(tile, SPEC)[:, :, None]
+    seen = token <= cache.last
+    if _has_edge(SPEC):
+        seen = seen & (token >= cache.first)
+    async_copy.async_copy_global_to_shared(values, cache.v + (rows + column), mask=seen)
 
 
 @gluon.jit
 def _load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC: gl.constexpr):
-    """q (128, ROWS) of a group's heads, 0 past the last one."""
-    LOADED: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    """q (D, ROWS) of a group's heads, 0 past the last one."""
+    LOADED: gl.constexpr = _loaded(SPEC, gl.num_warps())
     head = gl.arange(0, SPEC.rows, gl.SliceLayout(0, LOADED))
-    column = gl.arange(0, 128, gl.SliceLayout(1, LOADED))
+    column = gl.arange(0, SPEC.dim, gl.SliceLayout(1, LOADED))
     at = batch.to(gl.int64) * (stride_qb * SPEC.vector)
     at += (kv_head * SPEC.group + head) * (stride_qh * SPEC.vector)
     mask = (head < SPEC.group)[None, :]
@@ -197,12 +278,13 @@ def _load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC: gl.constexpr):
 
 @gluon.jit
 def _queries(x, factor, SPEC: gl.constexpr, MMA: gl.constexpr):
-    """q (W, 128, ROWS), the same for all warps, and what turns products into base 2 logits.
+    """q (W, D, ROWS), the same for all warps, and what turns products into base 2 logits.
 
     For float8 keys each row is scaled by a power of two first, so that it fits in float16.
     """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
+    DIM: gl.constexpr = SPEC.dim
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, x.type.layout)) * factor
     if SPEC.is_float8:
         x = x.to(gl.float32)
@@ -211,20 +293,22 @@ def _queries(x, factor, SPEC: gl.constexpr, MMA: gl.constexpr):
         x = (x * gl.exp2(-exponent)[None, :]).to(gl.float16)
         scale = gl.exp2(exponent) * factor
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if SPEC.is_float8 else 2)
-    shape = gl.zeros([W, 128, ROWS], x.dtype, B)
+    shape = gl.zeros([W, DIM, ROWS], x.dtype, B)
     own, shape = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(0, B))[None, :, :], shape)
     return own, gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
 
 
 @gluon.jit
-def _paired(words, MMA: gl.constexpr):
-    """V^T of a float8 tile as float16 (W, 128, 16): row 16 m + 8 h + g is feature 16 g + 2 m + h.
+def _paired(words, SPEC: gl.constexpr, MMA: gl.constexpr):
+    """V^T of a float8 tile as float16 (W, D, 16): row 8 n + g is feature D / 8 g + n.
 
-    A thread holds what it multiplies: 16 features of two pairs of tokens, as words of four.
+    A thread holds what it multiplies: D / 8 features of two pairs of tokens, as words of four.
     Bytes of a pair of tokens are laid side by side (prmt) and widened together.
     """
     W: gl.constexpr = gl.num_warps()
-    pairs = gl.permute(gl.reshape(words.load(_held(W)), [W, 8, 2, 32]), [0, 1, 3, 2])
+    DIM: gl.constexpr = SPEC.dim
+    EACH: gl.constexpr = DIM // 32  # words
+    pairs = gl.permute(gl.reshape(words.load(_held(SPEC, W)), [W, 8, 2, 8 * EACH]), [0, 1, 3, 2])
     even, odd = gl.split(pairs)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         "{ .reg .b32 lo, hi, x; .reg .b16 l, h; "
@@ -237,8 +321,8 @@ def _paired(words, MMA: gl.constexpr):
     )  # fmt: skip
     first = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # bytes 0 and 2 of a word
     second = gl.join(gl.join(b0, b1), gl.join(d0, d1))
-    v = gl.reshape(gl.join(first, second), [W, 8, 8, 4, 2, 4])  # (pair, g, word, token, byte)
-    v = gl.reshape(gl.permute(v, [0, 3, 5, 2, 1, 4]), [W, 128, 16])
+    v = gl.reshape(gl.join(first, second), [W, 8, 8, EACH, 2, 4])  # (pair, g, word, token, byte)
+    v = gl.reshape(gl.permute(v, [0, 3, 5, 2, 1, 4]), [W, DIM, 16])
     return gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2))
 
 
@@ -263,21 +347,19 @@ def _turned(p, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _start(table, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
-           stride_vs, SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _start(k_ring, v_ring, start, stop, cache: _Cache, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Starts the first copies; the page ids of the tile after them."""
     for s in gl.static_range(STAGES - 1):
         if start + s < stop:
-            ids = _page_ids(table, start + s, last, SPEC)
-            _fetch(k_ring.index(s), v_ring.index(s), k, v, ids, start + s, last, stride_kb,
-                   stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
+            ids = _page_ids(cache, start + s, SPEC)
+            _fetch(k_ring.index(s), v_ring.index(s), ids, start + s, cache, SPEC)
         async_copy.commit_group()
-    return _page_ids(table, start + STAGES - 1, last, SPEC)
+    return _page_ids(cache, start + STAGES - 1, SPEC)
 
 
 @gluon.jit
 def _meet(acc, maximum, denominator, SPEC: gl.constexpr, MMA: gl.constexpr):
-    """One set of statistics from those of the warps: (128, ROWS), (ROWS,), (ROWS,)."""
+    """One set of statistics from those of the warps: (D, ROWS), (ROWS,), (ROWS,)."""
     HEADS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))
     top = gl.max(maximum, 0)
     weight = gl.exp2(maximum - gl.expand_dims(top, 0))
@@ -289,7 +371,7 @@ def _meet(acc, maximum, denominator, SPEC: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
             SPEC: gl.constexpr):  # fmt: skip
-    """Adds the sink, divides and writes acc (128, heads); see `decode_results.finish`."""
+    """Adds the sink, divides and writes acc (D, heads); see `decode_results.finish`."""
     row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     head = kv_head * SPEC.group + row
     inside = row < SPEC.group
@@ -301,7 +383,7 @@ def _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_facto
         acc = acc * rescale[None, :]
         top = both
     inverse = gl.where(total == 0.0, 0.0, v_factor / total)
-    place = (batch.to(gl.int64) * num_heads + head) * 128
+    place = (batch.to(gl.int64) * num_heads + head) * SPEC.dim
     result = (acc * inverse[None, :]).to(out.dtype.element_ty)
     gl.store(out + place[None, :] + feature[:, None], result, mask=inside[None, :])
     result = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * _LN2)
@@ -314,35 +396,36 @@ def _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC
     row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, acc.type.layout))
     kept = row < SPEC.kept
     at = place * SPEC.kept + row
-    gl.store(partial_out + at[None, :] * 128 + feature[:, None], acc, mask=kept[None, :])
+    gl.store(partial_out + at[None, :] * SPEC.dim + feature[:, None], acc, mask=kept[None, :])
     gl.store(partial_stats + at * 2, top, mask=kept)
     gl.store(partial_stats + at * 2 + 1, total, mask=kept)
 
 
 @gluon.jit
 def _merged(partial_out, partial_stats, place, count, SPEC: gl.constexpr):
-    """`count` pieces from number `place` on: (128, KEPT), (KEPT,), (KEPT,).
+    """`count` pieces from number `place` on: (D, KEPT), (KEPT,), (KEPT,).
 
     Sums over pieces stay inside a thread, in the order of the keys; see `decode_results.merged`.
     """
     AT_ONCE: gl.constexpr = _at_once(SPEC, gl.num_warps())
     KEPT: gl.constexpr = SPEC.kept
+    DIM: gl.constexpr = SPEC.dim
     LAYOUT: gl.constexpr = _merging(SPEC, gl.num_warps())
     STATS: gl.constexpr = gl.SliceLayout(1, LAYOUT)  # (AT_ONCE, KEPT)
-    SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)  # (128, KEPT)
+    SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)  # (D, KEPT)
     piece = gl.arange(0, AT_ONCE, gl.SliceLayout(1, STATS))
     row = gl.arange(0, KEPT, gl.SliceLayout(0, STATS))
-    feature = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    feature = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     top = gl.full([KEPT], _LOWEST, gl.float32, gl.SliceLayout(0, STATS))
     total = gl.zeros([KEPT], gl.float32, gl.SliceLayout(0, STATS))
-    acc = gl.zeros([128, KEPT], gl.float32, SUMS)
+    acc = gl.zeros([DIM, KEPT], gl.float32, SUMS)
     for start in range(0, count, AT_ONCE):
         seen = (start + piece < count)[:, None]
         at = (place + start + piece)[:, None] * KEPT + row[None, :]
         # Straight from L2: other SMs wrote it.
         tops = gl.load(partial_stats + at * 2, mask=seen, other=_LOWEST, cache_modifier=".cg")
         sums = gl.load(partial_stats + at * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
-        entry = gl.expand_dims(at, 1) * 128 + feature[None, :][:, :, None]
+        entry = gl.expand_dims(at, 1) * DIM + feature[None, :][:, :, None]
         outs = gl.load(partial_out + entry, mask=gl.expand_dims(seen, 1), other=0.0,
                        cache_modifier=".cg")  # fmt: skip
         now = gl.maximum(top, gl.max(tops, 0))
@@ -361,58 +444,73 @@ def _finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, ba
                    num_heads, v_factor, SPEC: gl.constexpr):  # fmt: skip
     """Merges all pieces of a sequence and writes its output."""
     acc, top, total = _merged(partial_out, partial_stats, place, count, SPEC)
-    feature = gl.arange(0, 128, gl.SliceLayout(1, acc.type.layout))
+    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
     _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature, SPEC)
 
 
 @gluon.jit
-def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, stride_vs, x,
-          factor, SPEC: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _rings(cache: _Cache, SPEC: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of K and V, and K as its elements are read."""
+    W: gl.constexpr = gl.num_warps()
+    KIND: gl.constexpr = cache.k.dtype.element_ty
+    SHAPE: gl.constexpr = (STAGES, W, 16, _width(SPEC))
+    k_ring = gl.allocate_shared_memory(KIND, SHAPE, _stored(SPEC, False))
+    v_ring = gl.allocate_shared_memory(KIND, SHAPE, _stored(SPEC, False))
+    keys = k_ring
+    if SPEC.is_float8:
+        DIM: gl.constexpr = SPEC.dim
+        keys = _as_bytes(k_ring, [STAGES, W, 16, DIM], _stored(SPEC, True))
+    return k_ring, v_ring, keys
+
+
+@gluon.jit
+def _hidden(tile, cache: _Cache, SPEC: gl.constexpr, MMA: gl.constexpr):
+    """Which of a tile's tokens (W, 16, 1) are not seen."""
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+    token = tile * SPEC.block_n + warp[:, None, None] * 16 + lane[None, :, None]
+    hidden = token > cache.last
+    if _has_edge(SPEC):
+        hidden = hidden | (token < cache.first)
+    return hidden
+
+
+@gluon.jit
+def _walk(start, stop, cache: _Cache, x, factor, SPEC: gl.constexpr, MMA: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
     """Statistics of each warp over the tiles [start, stop), for the queries x."""
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
+    DIM: gl.constexpr = SPEC.dim
     F8: gl.constexpr = SPEC.is_float8
-    WIDTH: gl.constexpr = _width(SPEC)
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4 if F8 else 8, 1, 8, [2, 1, 0])
-    KIND: gl.constexpr = k.dtype.element_ty
-    k_ring = gl.allocate_shared_memory(KIND, [STAGES, W, 16, WIDTH], SHARED)
-    v_ring = gl.allocate_shared_memory(KIND, [STAGES, W, 16, WIDTH], SHARED)
-    keys = k_ring
-    if F8:
-        BYTES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0])
-        keys = _as_bytes(k_ring, [STAGES, W, 16, 128], BYTES)
-    last = gl.maximum(length - 1, 0)
-    ids = _start(table, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
-                 stride_vs, SPEC, STAGES)  # fmt: skip
+    k_ring, v_ring, keys = _rings(cache, SPEC, STAGES)
+    ids = _start(k_ring, v_ring, start, stop, cache, SPEC, STAGES)
     queries, scale = _queries(x, factor, SPEC, MMA)
-    acc = gl.zeros([W, 128, ROWS], gl.float32, MMA)
+    acc = gl.zeros([W, DIM, ROWS], gl.float32, MMA)
     maximum = gl.full([W, ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, MMA))
     denominator = gl.zeros([W, ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    own = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None] * 16
-    own += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
     slot = 0
     ahead = STAGES - 1
     for tile in range(start, stop):
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()  # all copies are there, and all warps are done with the tile before
         if tile + STAGES - 1 < stop:
-            _fetch(k_ring.index(ahead), v_ring.index(ahead), k, v, ids, tile + STAGES - 1, last,
-                   stride_kb, stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
-            ids = _page_ids(table, tile + STAGES, last, SPEC)
+            _fetch(k_ring.index(ahead), v_ring.index(ahead), ids, tile + STAGES - 1, cache, SPEC)
+            ids = _page_ids(cache, tile + STAGES, SPEC)
         async_copy.commit_group()
         key = keys.index(slot).load(gl.DotOperandLayout(0, MMA, 4 if F8 else 2))
         if F8:
             key = key.to(gl.float16)
         scores = mma_v2(key, queries, gl.zeros([W, 16, ROWS], gl.float32, MMA))
         scores = scores * scale[None, None, :]
-        scores = gl.where(tile * SPEC.block_n + own < length, scores, float("-inf"))
+        scores = gl.where(_hidden(tile, cache, SPEC, MMA), float("-inf"), scores)
         now = gl.maximum(maximum, gl.max(scores, 1))
         rescale = gl.exp2(maximum - now)
         p = gl.exp2(scores - gl.expand_dims(now, 1))
         denominator = denominator * rescale + gl.sum(p, 1)
         acc = acc * gl.expand_dims(rescale, 1)
         if F8:
-            value = _paired(v_ring.index(slot), MMA)
+            value = _paired(v_ring.index(slot), SPEC, MMA)
         else:
             value = v_ring.index(slot).permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2))
         acc = mma_v2(value, _turned(p.to(value.dtype), ROWS, MMA), acc)
@@ -444,21 +542,26 @@ def attn_decode_direct(
         first_program = batch * splits
         count = splits
     else:
-        batch, index, count, first_program = _locate(seqused_k, num_sequences, splits, num_sms,
-                                                     SPEC)  # fmt: skip
+        batch, index, count, first_program = _locate(
+            seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC
+        )
         if batch >= num_sequences:
             return
     length = seqlen_k
     if seqused_k is not None:
         length = gl.load(seqused_k + batch)
-    tiles = gl.cdiv(length, SPEC.block_n)
+    first = 0
+    if leftpad_k is not None:
+        first = gl.load(leftpad_k + batch)
+    first = _edge(length, first, left, SPEC)
+    first_tile, tiles = _tiles(length, first, SPEC)
     if SPEC.batch_padded == 1:
         count = _pieces(tiles, splits, SPEC)
         if index >= count:
             return
     size = gl.cdiv(tiles, count)
-    start = index * size
-    stop = gl.minimum(start + size, tiles)
+    start = first_tile + index * size
+    stop = gl.minimum(start + size, first_tile + tiles)
 
     table = block_table
     row = batch.to(gl.int64)
@@ -471,21 +574,22 @@ def attn_decode_direct(
     if SPEC.is_float8:
         keys = k.to(gl.pointer_type(gl.int32))
         values = v.to(gl.pointer_type(gl.int32))
-    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // 128
+    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // SPEC.dim
     keys += (kv_head * stride_kh + row * stride_kb) * UNIT
     values += (kv_head * stride_vh + row * stride_vb) * UNIT
+    cache = _Cache(table, keys, values, stride_kb, stride_ks, stride_vb, stride_vs, first,
+                   gl.maximum(length - 1, 0))  # fmt: skip
     v_factor = 1.0
     if k_scale is not None:
         scale = scale * gl.load(k_scale + kv_head)
     if v_scale is not None:
         v_factor = gl.load(v_scale + kv_head)
     x = _load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC)
-    acc, top, total = _walk(table, start, stop, length, keys, values, stride_kb, stride_ks,
-                            stride_vb, stride_vs, x, scale, SPEC, MMA, STAGES)  # fmt: skip
+    acc, top, total = _walk(start, stop, cache, x, scale, SPEC, MMA, STAGES)
     acc, top, total = _meet(acc, top, total, SPEC, MMA)
-    feature = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
     if SPEC.is_float8:  # see `_paired`
-        feature = feature % 8 * 16 + feature // 8
+        feature = feature % 8 * (SPEC.dim // 8) + feature // 8
     if count == 1:
         _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
                 SPEC)  # fmt: skip
