@@ -93,7 +93,7 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     Args:
         problem: what the call asks for.
         num_sms: multiprocessors of the GPU.
-        is_aligned: whether all rows begin at multiples of 16 bytes.
+        is_aligned: whether all rows begin at multiples of 16 bytes, as `decode_direct` needs.
     """
     walks_direct = is_aligned and suits_direct(problem)
     tile = _direct_tile(problem) if walks_direct else _tile(problem)

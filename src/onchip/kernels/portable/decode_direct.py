@@ -41,6 +41,7 @@ from onchip.kernels.portable.decode_direct_tiles import (
     prepared,
     rings,
     turned,
+    wait_for_all,
     width_of,
 )
 
@@ -138,7 +139,7 @@ def _walk(start, stop, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: gl.cons
     ahead = STAGES - 1
     for tile in range(start, stop):
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # all copies are there, and all warps are done with the tile before
+        wait_for_all()  # all copies are there, and all warps are done with the tile before
         if tile + STAGES - 1 < stop:
             fetch(k_ring.index(ahead), v_ring.index(ahead), ids, tile + STAGES - 1, cache, SPEC)
             ids = page_ids(cache, tile + STAGES, SPEC)
@@ -163,7 +164,7 @@ def _walk(start, stop, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: gl.cons
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         ahead = gl.where(ahead == STAGES - 1, 0, ahead + 1)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    wait_for_all()
     return acc, maximum, denominator
 
 
@@ -241,7 +242,7 @@ def attn_decode_direct(
     elif SPEC.merges:
         place = kv_head.to(gl.int64) * gl.num_programs(1) + first_program
         put_aside(acc, top, total, partial_out, partial_stats, place + index, feature, SPEC)
-        gl.thread_barrier()  # all threads' stores come before the one thread's count
+        wait_for_all()  # all threads' stores come before the one thread's count
         counter = counters + batch * gl.num_programs(0) + kv_head
         if gl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
             finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, batch, kv_head,

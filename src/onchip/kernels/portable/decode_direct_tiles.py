@@ -59,6 +59,36 @@ else:
         return words._reinterpret(gl.float8e4nv, SHAPE, LAYOUT)
 
 
+if hasattr(async_copy, "async_load"):
+
+    @gluon.jit
+    def _copy(target, source, mask):
+        """Starts to copy; what is masked becomes 0 (Triton 3.8 and later)."""
+        async_copy.async_load(target, source, mask=mask)
+
+else:
+
+    @gluon.jit
+    def _copy(target, source, mask):
+        """Starts to copy; what is masked becomes 0 (3.6 and 3.7)."""
+        async_copy.async_copy_global_to_shared(target, source, mask=mask)
+
+
+if hasattr(gl, "thread_barrier"):
+
+    @gluon.jit
+    def wait_for_all():
+        """Waits for the program's other threads (Triton 3.6)."""
+        gl.thread_barrier()
+
+else:
+
+    @gluon.jit
+    def wait_for_all():
+        """Waits for the program's other threads (3.7 and later)."""
+        gl.barrier()
+
+
 @constexpr_function
 def width_of(spec):
     """Elements, or words, of a row of K or V."""
@@ -161,14 +191,14 @@ def fetch(keys, values, ids, tile, cache: Cache, SPEC: gl.constexpr):
     column = gl.arange(0, width_of(SPEC), gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     column = column[None, None, :]
     rows = _rows(ids, tile, cache.stride_kb, cache.stride_ks, cache, SPEC)
-    async_copy.async_copy_global_to_shared(keys, cache.k + (rows + column))
+    _copy(keys, cache.k + (rows + column), None)
     rows = _rows(ids, tile, cache.stride_vb, cache.stride_vs, cache, SPEC)
     # V of what is not seen becomes 0: 0 times a number that is not finite is not 0.
     token = _tokens(tile, SPEC)[:, :, None]
     seen = token <= cache.last
     if has_edge(SPEC):
         seen = seen & (token >= cache.first)
-    async_copy.async_copy_global_to_shared(values, cache.v + (rows + column), mask=seen)
+    _copy(values, cache.v + (rows + column), seen)
 
 
 @gluon.jit
