@@ -1,8 +1,8 @@
 """What a decode's tiles use of an SM, and how its pieces of the keys fill a GPU.
 
 Configs are taken by their fields: rows, row_blocks, groups, block_n, num_warps, num_stages,
-splits, direct, and the method `programs`. Shared memory is what the compiler uses (triton 3.6; a test
-compiles and compares).
+splits, direct, and the method `programs`. Shared memory is what the compiler uses (triton 3.6; a
+test compiles and compares).
 """
 
 from __future__ import annotations
