@@ -89,6 +89,7 @@ DIRECT = {
     "pages_of_48": Case((1,) * 3, (1530, 47, 49), page=48, **GQA),
     "pages_of_256": CASES["pages_of_256"],
     "dense": Case((1, 1), (1900, 170), used=True, **GQA),
+    "dense_whole": Case((1, 1), (1900, 1900), causal=True, **GQA),
     "sinks": Case((1,) * 3, (900, 3, 64), page=16, sinks=True, heads=8, kv_heads=1),
     "one_head": Case((1, 1), (700, 100), page=64, heads=3, kv_heads=3),
     "two_heads": Case((1, 1), (2700, 100), page=64, heads=4, kv_heads=2, sinks=True),

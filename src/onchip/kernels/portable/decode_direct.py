@@ -4,8 +4,7 @@ The method is `decode`'s narrow walk: tokens are the matrix product's M side, ea
 sixteen of a tile's tokens and statistics of its own, and warps meet at the end. Layouts are
 chosen here, where Triton chooses them there: float8 values are paired with the next token's in
 registers, where Triton turns them by way of shared memory, and P is turned by movmatrix. That
-leaves one barrier a tile, and 96 to 122 registers a thread, so that four programs run
-on an SM.
+leaves one barrier a tile and at most 128 registers a thread, so that four programs run on an SM.
 
 Of several pieces of a sequence each puts its statistics aside, and the last one to arrive at a
 counter merges them, as in `decode`.
