@@ -244,6 +244,31 @@ def test_one_query_of_few_heads_is_walked_in_gluon(kv_dtype):
     assert one == many
 
 
+def test_programs_of_the_walk_in_gluon():
+    """What was measured to be the fastest on an H200: warps of a program, pieces of a sequence."""
+    call = build(CASES["pages_of_16"])
+    bf16, float8 = torch.bfloat16, torch.float8_e4m3fn
+    cases = {
+        (1, 4096, bf16, 16): (4, 16),
+        (1, 32768, bf16, 16): (4, 16),
+        (1, 32768, bf16, 8): (4, 16),
+        (1, 32768, bf16, 1): (4, 32),
+        (16, 4096, bf16, 16): (4, 1),
+        (32, 32768, bf16, 256): (2, 1),
+        (64, 4096, bf16, 16): (2, 1),
+        (1, 4096, float8, 16): (4, 16),
+        (1, 32768, float8, 16): (4, 32),
+        (16, 4096, float8, 16): (4, 2),
+        (64, 8192, float8, 16): (4, 1),
+    }
+    for (batch, keys, kv_dtype, page), wanted in cases.items():
+        given = {"batch": batch, "seqlen_k": keys, "kv_dtype": kv_dtype, "page_size": page}
+        shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "head_dim_v": 128}
+        config = choose_decode(_on_gpu(call, dtype=bf16, **given, **shape), 132)
+        assert config.direct and (config.num_warps, config.splits) == wanted, given
+        assert config.block_n == 16 * config.num_warps and config.num_stages == 3
+
+
 SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 COMPILED = [

@@ -58,7 +58,10 @@ class DecodeConfig:
         if not self.balanced:
             return problem.batch * self.splits
         heads = problem.num_kv_heads * self.row_blocks
-        return problem.batch + max(problem.batch * (self.splits - 1), -(-3 * num_sms // heads))
+        # H200, 2026-11-30, the direct walk with 3 and 6 pieces an SM, us: 64 sequences of
+        # log-uniform lengths 323 and 309, one of 128k beside 63 of 1k 194 and 193.
+        pieces = (6 if self.direct else 3) * num_sms
+        return problem.batch + max(problem.batch * (self.splits - 1), -(-pieces // heads))
 
 
 def suits_direct(problem: Problem) -> bool:
@@ -108,11 +111,13 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     else:
         # With less work than that, balancing costs more at the start than it gains.
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
-        # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
-        # memory pipes busy only with two programs on it.
-        small_pages = 0 < problem.page_size < tile.block_n // 4 and not walks_direct
-        at_once = num_sms * (2 if small_pages or tile.groups == 0 else 1)
-        splits, min_tiles = _splits(units, num_tiles, at_once), MIN_TILES
+        if walks_direct:
+            two = _wants_two(problem, units * num_tiles // num_sms)
+        else:
+            # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
+            # memory pipes busy only with two programs on it.
+            two = 0 < problem.page_size < tile.block_n // 4 or tile.groups == 0
+        splits, min_tiles = _splits(units, num_tiles, num_sms * (2 if two else 1)), MIN_TILES
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
@@ -140,7 +145,22 @@ def _direct_tile(problem: Problem, num_sms: int) -> _Tile:
     """
     is_many = not problem.num_splits and problem.batch * problem.num_kv_heads > num_sms
     warps = 2 if is_many and problem.kv_dtype.itemsize == 2 and problem.head_dim == 128 else 4
-    return _Tile(8, 1, warps, 16 * warps, warps, 3 if problem.head_dim == 128 else 5)
+    return _Tile(8, 1, warps, 16 * warps, warps, 3)
+
+
+def _wants_two(problem: Problem, num_tiles: int) -> bool:
+    """Whether only two programs of the direct walk keep an SM's memory pipes busy.
+
+    H200, 2026-11-30, one and two at a time, us: float8, one sequence of 32k 29.8 and 26.8, 16 of
+    4k 47.9 and 40.8, one of 4k 8.5 and 10.4; D = 64, one of 32k 24.2 and 23.1; one of 32k in
+    pages of 1 42.2 and 40.4, of 8 39.5 and 41.6, of 16 38.1 and 39.6.
+
+    Args:
+        problem: the call.
+        num_tiles: that an SM gets.
+    """
+    is_light = problem.kv_dtype.itemsize * problem.head_dim < 256 or 0 < problem.page_size < 8
+    return is_light and num_tiles >= 16
 
 
 def _tile(problem: Problem) -> _Tile:

@@ -88,7 +88,10 @@ def _tiles(length, first, SPEC: gl.constexpr):
 
 @gluon.jit
 def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program; the cut of `decode._shares` and `_locate`."""
+    """Sequence, piece, pieces and first program, as `decode._shares` and `_locate` find them.
+
+    Unequal lengths are cut into about six pieces for each SM.
+    """
     program = gl.program_id(1)
     every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
@@ -100,7 +103,7 @@ def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl
     total = gl.sum(tiles, 0)
     unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = gl.maximum(total * gl.num_programs(0), 1)
-    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 3, work), splits)
+    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 6, work), splits)
     counts = gl.where(seen, _pieces(tiles, wanted, SPEC), 0)
     ends = gl.associative_scan(counts, 0, _add)
     batch = gl.sum((ends <= program).to(gl.int32), 0)

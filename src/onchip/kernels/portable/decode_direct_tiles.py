@@ -145,14 +145,6 @@ def _within(token, cache: Cache, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _announce(table, token, SPEC: gl.constexpr):
-    """Asks for a table's entries that follow later, of which each tile has some lines."""
-    place = (table + token // SPEC.page_size).to(gl.int64)
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
 def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
     """The pages of a tile's tokens, one a warp (W,) or one each (W, 16)."""
     EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
@@ -160,7 +152,6 @@ def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
     if SPEC.page_size == 0:
         return warp * 0
     elif _by_token(SPEC):
-        _announce(cache.table, gl.minimum((tile + 8) * SPEC.block_n + warp * 16, cache.last), SPEC)
         token = _within(_tokens(tile, SPEC), cache, SPEC)
         return gl.load(cache.table + token // SPEC.page_size)
     else:
