@@ -22,6 +22,7 @@ FEATURES = {
     "balanced": {"batch": 64},
     "float8": {"kv_dtype": torch.float8_e4m3fn},
     "float8_many": {"kv_dtype": torch.float8_e4m3fn, "batch": 64},
+    "window": {"window": (1023, 0), "batch": 64},
     "speculative": {"seqlen_q": 4},
     "wide": {"seqlen_q": 16, "window": (1023, 0)},
     "terms": {"softcap": 30.0, "terms": True},
@@ -68,7 +69,8 @@ def resources(cases: list[dict]) -> list[dict]:
         )
         for call in compile_only.captured_of(kernels, launch):
             binary = compile_only.compiled(call, case["arch"])
-            found.append(case | compile_only.resources(binary))
+            name = {"kernel": call.kernel.__name__}
+            found.append(case | name | compile_only.resources(binary))
     return found
 
 

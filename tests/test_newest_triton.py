@@ -53,3 +53,11 @@ def test_float8():
     cases = [[dim, name, {}] for dim in DIMS for name in ("full", "causal")]
     for used in _compiled("hopper_fp8_compiles.py", cases):
         assert used["qgmma"] > 0, used
+
+
+def test_the_decode():
+    features = ("page_16", "page_1", "window", "float8_many", "dense_cache")
+    cases = [{"arch": "sm_90", "dim": 128, "features": name} for name in features]
+    for used in _compiled("portable_decode_compiles.py", cases):
+        assert used["kernel"] == "attn_decode_direct" and used["mma"] > 0, used
+        assert used["registers"] <= 128 and not used["loop_spills"], used

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from onchip.kernels.portable import backward_config, config, decode
+from onchip.kernels.portable import backward_config, config, decode, decode_direct
 from onchip.kernels.portable import forward as portable_forward
 from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
 from onchip.kernels.portable.config import Config, choose_forward
@@ -41,6 +41,7 @@ BACKWARDS = (
 DECODES = (
     *(("sm_90", dim, name) for dim in DIMS for name in ("page_16", "wide", "float8")),
     ("sm_90", 256, "speculative"),
+    ("sm_90", 128, "terms"),
     *(("sm_80", 128, name) for name in ("page_16", "wide")),
 )  # fmt: skip
 
@@ -78,7 +79,11 @@ def decoding(arch: str, dim: int, features: str) -> dict:
     problem, tensors = portable_decode_compiles.pose(arch, dim, **given)
     config = choose_decode(problem, 132)
     launch = partial(decode.launch_with, config, problem, tensors)
-    kernels = (decode.attn_decode_portable, decode.attn_decode_merge_portable)
+    kernels = (
+        decode.attn_decode_portable,
+        decode.attn_decode_merge_portable,
+        decode_direct.attn_decode_direct,
+    )
     call = compile_only.captured_of(kernels, launch)[0]
     return _used(compile_only.compiled(call, arch), config)
 

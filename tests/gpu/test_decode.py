@@ -13,7 +13,7 @@ import torch
 
 import onchip
 from onchip import reference
-from onchip.kernels.portable.decode_config import direct
+from onchip.kernels.portable.decode_config import direct, suits_direct
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.gpu
@@ -82,24 +82,59 @@ def test_cases(decode, name):
 
 
 DIRECT = {
+    "pages_of_1": CASES["pages_of_1"],
+    "pages_of_3": CASES["pages_of_3"],
+    "pages_of_8": CASES["pages_of_8"],
     "pages_of_16": CASES["pages_of_16"],
     "pages_of_48": Case((1,) * 3, (1530, 47, 49), page=48, **GQA),
     "pages_of_256": CASES["pages_of_256"],
     "dense": Case((1, 1), (1900, 170), used=True, **GQA),
+    "dense_whole": Case((1, 1), (1900, 1900), causal=True, **GQA),
     "sinks": Case((1,) * 3, (900, 3, 64), page=16, sinks=True, heads=8, kv_heads=1),
     "one_head": Case((1, 1), (700, 100), page=64, heads=3, kv_heads=3),
+    "two_heads": Case((1, 1), (2700, 100), page=64, heads=4, kv_heads=2, sinks=True),
+    "six_heads": Case((1,) * 5, (3100, 65, 0, 1, 700), page=16, heads=12, kv_heads=2),
+    "window": Case((1,) * 4, (3100, 65, 0, 900), page=16, window=(700, 0), **GQA),
+    "window_pages_of_3": Case((1,) * 3, (3100, 65, 1), page=3, window=(130, -1), **GQA),
+    "leftpad": Case((1,) * 3, (1900, 170, 90), used=True, first=(190, 3, 80), **GQA),
+    "leftpad_window": Case((1,) * 2, (1900, 170), used=True, first=(190, 3), window=(300, 0)),
 }
+SHORT = ("pages_of_3", "pages_of_256", "dense", "window")
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", DIRECT)
-def test_direct_walk(decode, name, dtype):
-    call = build(replace(DIRECT[name], dim=128, dim_v=128, dtype=dtype), "cuda")
-    for config in configs(decode, call):
-        for stages in (2, 4):
-            config = direct(config, stages)
-            for _ in range(2):
-                check(call, *decode.launch_with(config, call.problem, call.tensors))
+@pytest.mark.parametrize(
+    "name, dim, dtype, warps",
+    [
+        *((name, 128, BF16, 4) for name in DIRECT),
+        *((name, 64, BF16, 4) for name in (*SHORT, "one_head", "six_heads", "leftpad")),
+        *((name, 128, F16, 4) for name in SHORT),
+        *((name, 128, BF16, 2) for name in (*SHORT, "one_head", "six_heads")),
+    ],
+    ids=str,
+)
+def test_direct_walk(decode, name, dim, dtype, warps):
+    call = build(replace(DIRECT[name], dim=dim, dim_v=dim, dtype=dtype), "cuda")
+    assert suits_direct(call.problem)
+    few, some, *balanced = configs(decode, call)
+    for config in (few, some, replace(some, splits=128), *balanced):
+        config = direct(config, config.num_stages, warps)
+        for _ in range(2):  # counters must be 0 again
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+def test_keys_before_a_window_are_never_multiplied(decode):
+    case = Case((1, 1), (1900, 300), page=16, window=(250, 0), dim=128, dim_v=128, dtype=BF16)
+    call = build(replace(case, **GQA), "cuda")
+    assert suits_direct(call.problem)
+    wanted = [decode.launch_with(c, call.problem, call.tensors) for c in configs(decode, call)]
+    for b, length in enumerate(case.lengths_k):
+        for token in range(length - 251):
+            page = call.tensors.block_table[b, token // 16]
+            call.tensors.k[page, token % 16] = call.tensors.v[page, token % 16] = math.nan
+        call.tensors.block_table[b, : (length - 251) // 16] = -1
+    for config, (out, lse) in zip(configs(decode, call), wanted, strict=True):
+        again, lse_again = decode.launch_with(config, call.problem, call.tensors)
+        assert torch.equal(again, out) and torch.equal(lse_again, lse)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (80, 48), (256, 256)], ids=str)
@@ -227,9 +262,9 @@ def test_float8_cache(seqlen_q, num_splits):
     torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=4e-3)
 
 
-@pytest.mark.parametrize("page", [16, 256])
-def test_float8_cache_of_unequal_lengths(page):
-    q, k, v, table = _cache(200, 3000, page=page)
+@pytest.mark.parametrize("page, dim", [(1, 128), (16, 128), (256, 128), (16, 64), (8, 64)])
+def test_float8_cache_of_unequal_lengths(page, dim):
+    q, k, v, table = _cache(200, 3000, page=page, dim=dim)
     lengths = torch.randint(0, 3000, (200,), device="cuda").int()
     lengths[:3] = torch.tensor([0, 1, 3000])
     scale = torch.tensor([0.02, 0.03], device="cuda")

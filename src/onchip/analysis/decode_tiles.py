@@ -1,8 +1,8 @@
 """What a decode's tiles use of an SM, and how its pieces of the keys fill a GPU.
 
 Configs are taken by their fields: rows, row_blocks, groups, block_n, num_warps, num_stages,
-splits, and the method `programs`. Shared memory is what the compiler uses (triton 3.6; a test
-compiles and compares).
+splits, direct, and the method `programs`. Shared memory is what the compiler uses (triton 3.6; a
+test compiles and compares).
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
 
     Args:
         problem: the call.
-        config: a decode's: rows, groups, block_n, num_warps and num_stages.
+        config: a decode's: rows, groups, block_n, num_warps, num_stages and direct.
         arch: architecture that it is compiled for.
     """
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     itemsize = problem.dtype.itemsize
+    if config.direct:  # q changes its place once, while the first tiles arrive
+        token = config.num_stages * config.block_n * problem.kv_dtype.itemsize
+        return {"k": d * token, "v": d_v * token, "q": config.rows * d * itemsize}
     warpgroups = arch == "sm_90" and not config.groups and config.rows >= 64
     copies = config.num_stages if warpgroups else max(1, config.num_stages - 1)
     token = copies * config.block_n * problem.kv_dtype.itemsize

@@ -189,6 +189,9 @@ _NUMBERS = (
 ).split()
 
 
+#: Whether Triton has the Gluon that `decode_direct` is written in.
+_HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
 _MERGE_NUMBERS = (
     "num_sequences seqlen_q seqlen_k tokens_q num_heads splits left num_sms num_pieces"
 ).split()
@@ -381,7 +384,7 @@ class Plan:
         device = self.device
         num_sms = decode_workspace.num_sms(device)
         if config is None:
-            config = choose_decode(problem, num_sms, vector_of(tensors) > 1)
+            config = choose_decode(problem, num_sms, _HAS_GLUON and vector_of(tensors) > 1)
         self.spec = spec = decode_spec(config, problem, tensors)
         packed = problem.layout_q is Layout.PACKED
         rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
@@ -401,7 +404,7 @@ class Plan:
 
             self.numbers = (*self.numbers, stages)
             self.run = Launch(attn_decode_direct, (units, programs), index,
-                              num_warps=config.num_warps)  # fmt: skip
+                              num_warps=config.num_warps, maxnreg=128)  # fmt: skip
         else:
             self.run = Launch(attn_decode_portable, (units, programs), index,
                               num_warps=config.num_warps, num_stages=stages)  # fmt: skip

@@ -58,33 +58,35 @@ class DecodeConfig:
         if not self.balanced:
             return problem.batch * self.splits
         heads = problem.num_kv_heads * self.row_blocks
-        return problem.batch + max(problem.batch * (self.splits - 1), -(-3 * num_sms // heads))
+        # H200, 2026-11-30, the direct walk with 3 and 6 pieces an SM, us: 64 sequences of
+        # log-uniform lengths 323 and 309, one of 128k beside 63 of 1k 194 and 193.
+        pieces = (6 if self.direct else 3) * num_sms
+        return problem.batch + max(problem.batch * (self.splits - 1), -(-pieces // heads))
 
 
 def suits_direct(problem: Problem) -> bool:
-    """Whether `decode_direct` can walk: one query a sequence, D = 128, no terms."""
+    """Whether `decode_direct` can walk: one query a sequence, D = 64 or 128, no terms."""
     return (
         problem.arch == "sm_90"
         and problem.layout_q is Layout.DENSE
         and problem.seqlen_q == 1
         and problem.group <= 8
-        and problem.head_dim == problem.head_dim_v == 128
+        and problem.head_dim == problem.head_dim_v
+        and problem.head_dim in (64, 128)
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.page_size % 16 == 0
-        and problem.mask.left < 0
-        and not (problem.leftpad or problem.softcap or problem.alibi)
+        and not (problem.softcap or problem.alibi)
     )
 
 
-def direct(config: DecodeConfig, stages: int = 3) -> DecodeConfig:
+def direct(config: DecodeConfig, stages: int = 3, warps: int = 4) -> DecodeConfig:
     """The config with `decode_direct` as its walk.
 
     H200, 2026-11-30, float8, 64 sequences of 8k: 256 and 258 us with 2 and 3 stages, with which
-    four programs run on an SM, 303 with 4.
+    four programs run on an SM, 303 with 4. 16 bit, one of 32k: 44.2 and 38.5 with 2 and 3.
     """
     return replace(
-        config, rows=8, row_blocks=1, groups=4, block_n=64, num_warps=4, num_stages=stages,
-        direct=True,
+        config, rows=8, row_blocks=1, groups=warps, block_n=16 * warps, num_warps=warps,
+        num_stages=stages, direct=True,
     )  # fmt: skip
 
 
@@ -94,9 +96,10 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     Args:
         problem: what the call asks for.
         num_sms: multiprocessors of the GPU.
-        is_aligned: whether all rows begin at multiples of 16 bytes.
+        is_aligned: whether all rows begin at multiples of 16 bytes, as `decode_direct` needs.
     """
-    tile = _tile(problem)
+    walks_direct = is_aligned and suits_direct(problem)
+    tile = _direct_tile(problem, num_sms) if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
     if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
@@ -108,23 +111,20 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     else:
         # With less work than that, balancing costs more at the start than it gains.
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
-        # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
-        # memory pipes busy only with two programs on it.
-        small_pages = 0 < problem.page_size < tile.block_n // 4
-        at_once = num_sms * (2 if small_pages or tile.groups == 0 else 1)
-        splits, min_tiles = _splits(units, num_tiles, at_once), MIN_TILES
+        if walks_direct:
+            two = _wants_two(problem, units * num_tiles // num_sms)
+        else:
+            # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
+            # memory pipes busy only with two programs on it.
+            two = 0 < problem.page_size < tile.block_n // 4 or tile.groups == 0
+        splits, min_tiles = _splits(units, num_tiles, num_sms * (2 if two else 1)), MIN_TILES
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
-    config = DecodeConfig(
+    return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles,
+        splits, balanced, min_tiles, walks_direct,
     )  # fmt: skip
-    # With splits given, a sequence's bits must not depend on the number of its neighbours.
-    is_full = problem.num_splits > 0 or units >= num_sms
-    if problem.kv_dtype.itemsize == 1 and is_full and is_aligned and suits_direct(problem):
-        return direct(config)
-    return config
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,32 @@ class _Tile:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+def _direct_tile(problem: Problem, num_sms: int) -> _Tile:
+    """What `_tile` is for the other walks; with splits given, batch plays no part in it.
+
+    H200, 2026-11-30, two warps against four, us: 32 sequences of 32k 932 and 939, 64 of 4k 243.4
+    and 244.1, one of 32k 42.5 and 38.5. Of programs of two warps four run on an SM.
+    """
+    is_many = not problem.num_splits and problem.batch * problem.num_kv_heads > num_sms
+    warps = 2 if is_many and problem.kv_dtype.itemsize == 2 and problem.head_dim == 128 else 4
+    return _Tile(8, 1, warps, 16 * warps, warps, 3)
+
+
+def _wants_two(problem: Problem, num_tiles: int) -> bool:
+    """Whether only two programs of the direct walk keep an SM's memory pipes busy.
+
+    H200, 2026-11-30, one and two at a time, us: float8, one sequence of 32k 29.8 and 26.8, 16 of
+    4k 47.9 and 40.8, one of 4k 8.5 and 10.4; D = 64, one of 32k 24.2 and 23.1; one of 32k in
+    pages of 1 42.2 and 40.4, of 8 39.5 and 41.6, of 16 38.1 and 39.6.
+
+    Args:
+        problem: the call.
+        num_tiles: that an SM gets.
+    """
+    is_light = problem.kv_dtype.itemsize * problem.head_dim < 256 or 0 < problem.page_size < 8
+    return is_light and num_tiles >= 16
 
 
 def _tile(problem: Problem) -> _Tile:

@@ -4,15 +4,15 @@ The method is `decode`'s narrow walk: tokens are the matrix product's M side, ea
 sixteen of a tile's tokens and statistics of its own, and warps meet at the end. Layouts are
 chosen here, where Triton chooses them there: float8 values are paired with the next token's in
 registers, where Triton turns them by way of shared memory, and P is turned by movmatrix. That
-leaves one barrier a tile, and 96 to 122 registers a thread, so that four programs run
-on an SM.
+leaves one barrier a tile and at most 128 registers a thread, so that four programs run on an SM.
 
-Pieces are merged by `decode.attn_decode_merge_portable`, which is launched next.
+Of several pieces of a sequence each puts its statistics aside, and the last one to arrive at a
+counter merges them, as in `decode`.
 
-It does not do: several queries, D other than 128, windows, left padding, softcap, ALiBi, pages
-that sixteen does not divide.
+It does not do: several queries, D other than 64 and 128, softcap, ALiBi.
 
-Legend: W warps, H_kv key and value heads, N page size, ROWS query heads of a group, padded to 8.
+Legend: W warps, D head dimension, N page size, ROWS query heads of a group, padded to 8, KEPT to
+a power of two.
 """
 
 from __future__ import annotations
@@ -22,9 +22,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
-_LOWEST = gl.constexpr(-3.0e38)  # the maximum of nothing
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
+from onchip.kernels.portable.decode_direct_results import (
+    LOWEST,
+    finish,
+    finish_merged,
+    meet,
+    put_aside,
+)
+from onchip.kernels.portable.decode_direct_tiles import (
+    Cache,
+    fetch,
+    has_edge,
+    hidden,
+    load_queries,
+    page_ids,
+    paired,
+    prepared,
+    rings,
+    turned,
+    wait_for_all,
+    width_of,
+)
+
 _NUMBERS = (
     "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
     "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
@@ -32,32 +51,9 @@ _NUMBERS = (
 
 
 @constexpr_function
-def _copied(spec, warps):
-    """Layout of a tile (W, 16, D) on its way to shared memory, 16 bytes a thread."""
-    if spec.is_float8:  # as words of four
-        return gl.BlockedLayout([1, 1, 4], [1, 4, 8], [warps, 1, 1], [2, 1, 0])
-    return gl.BlockedLayout([1, 1, 8], [1, 2, 16], [warps, 1, 1], [2, 1, 0])
-
-
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def _as_bytes(words, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory seen as float8 (Triton 3.9 and later)."""
-        return words.reinterpret(gl.float8e4nv, SHAPE, LAYOUT)
-
-else:
-
-    @gluon.jit
-    def _as_bytes(words, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory seen as float8 (3.6 to 3.8)."""
-        return words._reinterpret(gl.float8e4nv, SHAPE, LAYOUT)
-
-
-@constexpr_function
-def _width(spec):
-    """Elements, or words, of a row of K or V."""
-    return 32 if spec.is_float8 else 128
+def _flat(spec, warps):
+    """Layout of all sequences, of up to 256 in each warp, which then needs no other."""
+    return gl.BlockedLayout([max(1, min(8, spec.batch_padded // 32))], [32], [warps], [0])
 
 
 @gluon.jit
@@ -73,17 +69,41 @@ def _pieces(tiles, wanted, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _locate(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program; the cut of `decode._shares` and `_locate`."""
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+def _edge(lengths, first, left, SPEC: gl.constexpr):
+    """First token that is seen; works on vectors too."""
+    if SPEC.has_left:
+        first = gl.maximum(first, lengths - 1 - left)
+    return first
+
+
+@gluon.jit
+def _tiles(length, first, SPEC: gl.constexpr):
+    """First tile that is seen, and how many follow; works on vectors too."""
+    if has_edge(SPEC):
+        tile = gl.minimum(first, length) // SPEC.block_n
+        return tile, gl.where(first < length, gl.cdiv(length, SPEC.block_n) - tile, 0)
+    else:
+        return length * 0, gl.cdiv(length, SPEC.block_n)
+
+
+@gluon.jit
+def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl.constexpr):
+    """Sequence, piece, pieces and first program, as `decode._shares` and `_locate` find them.
+
+    Unequal lengths are cut into about six pieces for each SM.
+    """
     program = gl.program_id(1)
-    every = gl.arange(0, SPEC.batch_padded, FLAT)
+    every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
-    tiles = gl.cdiv(gl.load(seqused_k + every, mask=seen, other=0), SPEC.block_n)
+    lengths = gl.load(seqused_k + every, mask=seen, other=0)
+    first = lengths * 0
+    if SPEC.has_first:
+        first = gl.load(leftpad_k + every, mask=seen, other=0)
+    _, tiles = _tiles(lengths, _edge(lengths, first, left, SPEC), SPEC)
     total = gl.sum(tiles, 0)
     unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = gl.maximum(total * gl.num_programs(0), 1)
-    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 3, work), splits)
+    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 6, work), splits)
     counts = gl.where(seen, _pieces(tiles, wanted, SPEC), 0)
     ends = gl.associative_scan(counts, 0, _add)
     batch = gl.sum((ends <= program).to(gl.int32), 0)
@@ -93,240 +113,60 @@ def _locate(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _page_ids(table, tile, warp, last, SPEC: gl.constexpr):
-    """The page of each warp's tokens of a tile; past the end, the last one's."""
-    if SPEC.page_size == 0:
-        return warp * 0
-    else:
-        token = gl.minimum(tile * SPEC.block_n + warp * 16, last)
-        return gl.load(table + token // SPEC.page_size)
-
-
-@gluon.jit
-def _rows(ids, tile, warp, last, stride_page, stride_row, SPEC: gl.constexpr):
-    """Places of a tile's rows (W, 16, 1), in elements or words, from a head's start.
-
-    What lies past the end is never read: the last token stands for it, and weighs nothing.
-    """
-    LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
-    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // 128
-    lane = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    first = gl.minimum(tile * SPEC.block_n + warp * 16, last // 16 * 16)
-    row = gl.minimum(lane[None, :, None], (last - first)[:, None, None])
-    if SPEC.page_size > 0:
-        first = first % SPEC.page_size
-    row += first[:, None, None]
-    return ids.to(gl.int64)[:, None, None] * (stride_page * UNIT) + row * (stride_row * UNIT)
-
-
-@gluon.jit
-def _fetch(keys, values, k, v, ids, tile, last, stride_kb, stride_ks, stride_vb, stride_vs,
-           SPEC: gl.constexpr):  # fmt: skip
-    """Starts to copy a tile of K and one of V."""
-    LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
-    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    column = gl.arange(0, _width(SPEC), gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    rows = _rows(ids, tile, warp, last, stride_kb, stride_ks, SPEC)
-    async_copy.async_copy_global_to_shared(keys, k + (rows + column[None, None, :]))
-    rows = _rows(ids, tile, warp, last, stride_vb, stride_vs, SPEC)
-    async_copy.async_copy_global_to_shared(values, v + (rows + column[None, None, :]))
-
-
-@gluon.jit
-def _queries(q, batch, kv_head, stride_qb, stride_qh, factor, SPEC: gl.constexpr,
-             MMA: gl.constexpr):  # fmt: skip
-    """q (W, 128, ROWS), the same for all warps, and what turns products into base 2 logits.
-
-    For float8 keys each row is scaled by a power of two first, so that it fits in float16.
-    """
-    W: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = SPEC.rows
-    LOADED: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
-    head = gl.arange(0, SPEC.rows, gl.SliceLayout(0, LOADED))
-    column = gl.arange(0, 128, gl.SliceLayout(1, LOADED))
-    at = batch.to(gl.int64) * (stride_qb * SPEC.vector)
-    at += (kv_head * SPEC.group + head) * (stride_qh * SPEC.vector)
-    x = gl.load(q + at[None, :] + column[:, None], mask=(head < SPEC.group)[None, :], other=0.0)
-    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, LOADED)) * factor
-    if SPEC.is_float8:
-        x = x.to(gl.float32)
-        top = gl.max(gl.abs(x), 0)
-        exponent = gl.where(top > 0.0, gl.floor(gl.log2(gl.maximum(top, 1e-30))), 0.0)
-        x = (x * gl.exp2(-exponent)[None, :]).to(gl.float16)
-        scale = gl.exp2(exponent) * factor
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if SPEC.is_float8 else 2)
-    shape = gl.zeros([W, 128, ROWS], x.dtype, B)
-    own, shape = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(0, B))[None, :, :], shape)
-    return own, gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
-
-
-@gluon.jit
-def _paired(words, MMA: gl.constexpr):
-    """V^T of a float8 tile as float16 (W, 128, 16): row 16 m + 8 h + g is feature 16 g + 2 m + h.
-
-    A thread holds what it multiplies: 16 features of two pairs of tokens, as words of four.
-    Bytes of a pair of tokens are laid side by side (prmt) and widened together.
-    """
-    W: gl.constexpr = gl.num_warps()
-    HELD: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 8, 0]],
-        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[W, 16, 32],
-    )
-    pairs = gl.permute(gl.reshape(words.load(HELD), [W, 8, 2, 32]), [0, 1, 3, 2])
-    even, odd = gl.split(pairs)
-    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
-        "{ .reg .b32 lo, hi, x; .reg .b16 l, h; "
-        "prmt.b32 lo, $8, $9, 0x5140; prmt.b32 hi, $8, $9, 0x7362; "
-        "mov.b32 {l, h}, lo; cvt.rn.f16x2.e4m3x2 x, l; mov.b32 {$0, $1}, x; "
-        "cvt.rn.f16x2.e4m3x2 x, h; mov.b32 {$2, $3}, x; "
-        "mov.b32 {l, h}, hi; cvt.rn.f16x2.e4m3x2 x, l; mov.b32 {$4, $5}, x; "
-        "cvt.rn.f16x2.e4m3x2 x, h; mov.b32 {$6, $7}, x; }",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [even, odd], dtype=(gl.float16,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
-    first = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # bytes 0 and 2 of a word
-    second = gl.join(gl.join(b0, b1), gl.join(d0, d1))
-    v = gl.reshape(gl.join(first, second), [W, 8, 8, 4, 2, 4])  # (pair, g, word, token, byte)
-    v = gl.reshape(gl.permute(v, [0, 3, 5, 2, 1, 4]), [W, 128, 16])
-    return gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2))
-
-
-@gluon.jit
-def _turned(p, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """P^T (W, 16, ROWS) in 16 bit as a product's second operand.
-
-    movmatrix turns 8 x 8 matrices of a warp: what was (token, heads of a thread) is (head, tokens
-    of a thread). The reshapes give that its name.
-    """
-    W: gl.constexpr = gl.num_warps()
-    bits = gl.reshape(p.to(gl.int16, bitcast=True), [W, 16, ROWS // 2, 2])
-    a, b = gl.split(bits)
-    x, y = gl.inline_asm_elementwise(
-        "{ .reg .b32 x, y; mov.b32 x, {$2, $3}; "
-        "movmatrix.sync.aligned.m8n8.trans.b16 y, x; mov.b32 {$0, $1}, y; }",
-        "=h,=h,h,h", [a, b], dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    z = gl.reshape(gl.join(x, y), [W, 2, 8, ROWS // 8, 4, 2])
-    z = gl.reshape(gl.permute(z, [0, 1, 4, 5, 3, 2]), [W, 16, ROWS])
-    return gl.convert_layout(z, gl.DotOperandLayout(1, MMA, 2)).to(p.dtype, bitcast=True)
-
-
-@gluon.jit
-def _start(table, warp, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks, stride_vb,
-           stride_vs, SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _start(k_ring, v_ring, start, stop, cache: Cache, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Starts the first copies; the page ids of the tile after them."""
     for s in gl.static_range(STAGES - 1):
         if start + s < stop:
-            ids = _page_ids(table, start + s, warp, last, SPEC)
-            _fetch(k_ring.index(s), v_ring.index(s), k, v, ids, start + s, last, stride_kb,
-                   stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
+            ids = page_ids(cache, start + s, SPEC)
+            fetch(k_ring.index(s), v_ring.index(s), ids, start + s, cache, SPEC)
         async_copy.commit_group()
-    return _page_ids(table, start + STAGES - 1, warp, last, SPEC)
+    return page_ids(cache, start + STAGES - 1, SPEC)
 
 
 @gluon.jit
-def _meet(acc, maximum, denominator, SPEC: gl.constexpr, MMA: gl.constexpr):
-    """One set of statistics from those of the warps: (128, ROWS), (ROWS,), (ROWS,)."""
-    HEADS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))
-    top = gl.max(maximum, 0)
-    weight = gl.exp2(maximum - gl.expand_dims(top, 0))
-    total = gl.sum(denominator * weight, 0)
-    acc = gl.sum(acc * gl.expand_dims(weight, 1), 0)
-    return acc, gl.convert_layout(top, HEADS), gl.convert_layout(total, HEADS)
-
-
-@gluon.jit
-def _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
-            SPEC: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Adds the sink, divides and writes; see `decode_results.finish`."""
-    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
-    head = kv_head * SPEC.group + row
-    inside = row < SPEC.group
-    if sinks is not None:
-        sink = gl.load(sinks + head, mask=inside, other=float("-inf")).to(gl.float32) * _LOG2E
-        both = gl.maximum(top, sink)
-        rescale = gl.exp2(top - both)
-        total = total * rescale + gl.exp2(sink - both)
-        acc = acc * rescale[None, :]
-        top = both
-    inverse = gl.where(total == 0.0, 0.0, v_factor / total)
-    place = (batch.to(gl.int64) * num_heads + head) * 128
-    result = (acc * inverse[None, :]).to(out.dtype.element_ty)
-    gl.store(out + place[None, :] + feature[:, None], result, mask=inside[None, :])
-    result = gl.where(total == 0.0, float("-inf"), (top + gl.log2(total)) * _LN2)
-    gl.store(lse + batch.to(gl.int64) * num_heads + head, result, mask=inside)
-
-
-@gluon.jit
-def _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC: gl.constexpr,
-               MMA: gl.constexpr):  # fmt: skip
-    """Stores a piece's statistics as number `place`; see `decode_results.put_aside`."""
-    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
-    kept = row < SPEC.kept
-    at = place * SPEC.kept + row
-    gl.store(partial_out + at[None, :] * 128 + feature[:, None], acc, mask=kept[None, :])
-    gl.store(partial_stats + at * 2, top, mask=kept)
-    gl.store(partial_stats + at * 2 + 1, total, mask=kept)
-
-
-@gluon.jit
-def _walk(table, start, stop, length, k, v, stride_kb, stride_ks, stride_vb, stride_vs, queries,
-          scale, SPEC: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Statistics of each warp over the tiles [start, stop)."""
+def _walk(start, stop, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """Statistics of each warp over the tiles [start, stop), for the queries x."""
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
+    DIM: gl.constexpr = SPEC.dim
     F8: gl.constexpr = SPEC.is_float8
-    WIDTH: gl.constexpr = _width(SPEC)
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4 if F8 else 8, 1, 8, [2, 1, 0])
-    KIND: gl.constexpr = k.dtype.element_ty
-    k_ring = gl.allocate_shared_memory(KIND, [STAGES, W, 16, WIDTH], SHARED)
-    v_ring = gl.allocate_shared_memory(KIND, [STAGES, W, 16, WIDTH], SHARED)
-    keys = k_ring
-    if F8:
-        BYTES: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0])
-        keys = _as_bytes(k_ring, [STAGES, W, 16, 128], BYTES)
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, _copied(SPEC, W))))
-    last = gl.maximum(length - 1, 0)
-    ids = _start(table, warp, start, stop, last, k_ring, v_ring, k, v, stride_kb, stride_ks,
-                 stride_vb, stride_vs, SPEC, STAGES)  # fmt: skip
-    acc = gl.zeros([W, 128, ROWS], gl.float32, MMA)
-    maximum = gl.full([W, ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, MMA))
+    k_ring, v_ring, keys = rings(cache, SPEC, STAGES)
+    ids = _start(k_ring, v_ring, start, stop, cache, SPEC, STAGES)
+    queries, scale = prepared(x, factor, SPEC, MMA)
+    acc = gl.zeros([W, DIM, ROWS], gl.float32, MMA)
+    maximum = gl.full([W, ROWS], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
     denominator = gl.zeros([W, ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    own = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None] * 16
-    own += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
     slot = 0
     ahead = STAGES - 1
     for tile in range(start, stop):
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # all copies are there, and all warps are done with the tile before
+        wait_for_all()  # all copies are there, and all warps are done with the tile before
         if tile + STAGES - 1 < stop:
-            _fetch(k_ring.index(ahead), v_ring.index(ahead), k, v, ids, tile + STAGES - 1, last,
-                   stride_kb, stride_ks, stride_vb, stride_vs, SPEC)  # fmt: skip
-            ids = _page_ids(table, tile + STAGES, warp, last, SPEC)
+            fetch(k_ring.index(ahead), v_ring.index(ahead), ids, tile + STAGES - 1, cache, SPEC)
+            ids = page_ids(cache, tile + STAGES, SPEC)
         async_copy.commit_group()
         key = keys.index(slot).load(gl.DotOperandLayout(0, MMA, 4 if F8 else 2))
         if F8:
             key = key.to(gl.float16)
         scores = mma_v2(key, queries, gl.zeros([W, 16, ROWS], gl.float32, MMA))
         scores = scores * scale[None, None, :]
-        scores = gl.where(tile * SPEC.block_n + own < length, scores, float("-inf"))
+        scores = gl.where(hidden(tile, cache, SPEC, MMA), float("-inf"), scores)
         now = gl.maximum(maximum, gl.max(scores, 1))
         rescale = gl.exp2(maximum - now)
         p = gl.exp2(scores - gl.expand_dims(now, 1))
         denominator = denominator * rescale + gl.sum(p, 1)
         acc = acc * gl.expand_dims(rescale, 1)
         if F8:
-            value = _paired(v_ring.index(slot), MMA)
+            value = paired(v_ring.index(slot), SPEC, MMA)
         else:
             value = v_ring.index(slot).permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2))
-        acc = mma_v2(value, _turned(p.to(value.dtype), ROWS, MMA), acc)
+        acc = mma_v2(value, turned(p.to(value.dtype), ROWS, MMA), acc)
         maximum = now
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         ahead = gl.where(ahead == STAGES - 1, 0, ahead + 1)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    wait_for_all()
     return acc, maximum, denominator
 
 
@@ -350,21 +190,26 @@ def attn_decode_direct(
         first_program = batch * splits
         count = splits
     else:
-        batch, index, count, first_program = _locate(seqused_k, num_sequences, splits, num_sms,
-                                                     SPEC)  # fmt: skip
+        batch, index, count, first_program = _locate(
+            seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC
+        )
         if batch >= num_sequences:
             return
     length = seqlen_k
     if seqused_k is not None:
         length = gl.load(seqused_k + batch)
-    tiles = gl.cdiv(length, SPEC.block_n)
+    first = 0
+    if leftpad_k is not None:
+        first = gl.load(leftpad_k + batch)
+    first = _edge(length, first, left, SPEC)
+    first_tile, tiles = _tiles(length, first, SPEC)
     if SPEC.batch_padded == 1:
         count = _pieces(tiles, splits, SPEC)
         if index >= count:
             return
     size = gl.cdiv(tiles, count)
-    start = index * size
-    stop = gl.minimum(start + size, tiles)
+    start = first_tile + index * size
+    stop = gl.minimum(start + size, first_tile + tiles)
 
     table = block_table
     row = batch.to(gl.int64)
@@ -377,25 +222,31 @@ def attn_decode_direct(
     if SPEC.is_float8:
         keys = k.to(gl.pointer_type(gl.int32))
         values = v.to(gl.pointer_type(gl.int32))
-    UNIT: gl.constexpr = SPEC.vector * _width(SPEC) // 128
+    UNIT: gl.constexpr = SPEC.vector * width_of(SPEC) // SPEC.dim
     keys += (kv_head * stride_kh + row * stride_kb) * UNIT
     values += (kv_head * stride_vh + row * stride_vb) * UNIT
+    cache = Cache(table, keys, values, stride_kb, stride_ks, stride_vb, stride_vs, first,
+                   gl.maximum(length - 1, 0))  # fmt: skip
     v_factor = 1.0
     if k_scale is not None:
         scale = scale * gl.load(k_scale + kv_head)
     if v_scale is not None:
         v_factor = gl.load(v_scale + kv_head)
-    queries, row_scale = _queries(q, batch, kv_head, stride_qb, stride_qh, scale, SPEC, MMA)
-    acc, top, total = _walk(table, start, stop, length, keys, values, stride_kb, stride_ks,
-                            stride_vb, stride_vs, queries, row_scale, SPEC, MMA,
-                            STAGES)  # fmt: skip
-    acc, top, total = _meet(acc, top, total, SPEC, MMA)
-    feature = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
-    if SPEC.is_float8:  # see `_paired`
-        feature = feature % 8 * 16 + feature // 8
+    x = load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC)
+    acc, top, total = _walk(start, stop, cache, x, scale, SPEC, MMA, STAGES)
+    acc, top, total = meet(acc, top, total, SPEC, MMA)
+    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
+    if SPEC.is_float8:  # see `paired`
+        feature = feature % 8 * (SPEC.dim // 8) + feature // 8
     if count == 1:
-        _finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
-                SPEC, MMA)  # fmt: skip
+        finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
+                SPEC)  # fmt: skip
     elif SPEC.merges:
-        place = kv_head.to(gl.int64) * gl.num_programs(1) + first_program + index
-        _put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC, MMA)
+        place = kv_head.to(gl.int64) * gl.num_programs(1) + first_program
+        put_aside(acc, top, total, partial_out, partial_stats, place + index, feature, SPEC)
+        wait_for_all()  # all threads' stores come before the one thread's count
+        counter = counters + batch * gl.num_programs(0) + kv_head
+        if gl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+            finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, batch, kv_head,
+                           num_heads, v_factor, SPEC)  # fmt: skip
+            gl.store(counter, 0)

@@ -94,7 +94,7 @@ _MERGED_APART = 512
 
 def _merged_rows(config: DecodeConfig, kept: int, width_v: int) -> int:
     kept = min(kept, config.rows)
-    if kept * width_v <= _MERGED_AT_ONCE and not config.direct:
+    if kept * width_v <= _MERGED_AT_ONCE:
         return 0
     return max(1, min(kept, _MERGED_APART // width_v))
 
