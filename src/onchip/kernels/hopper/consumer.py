@@ -74,7 +74,7 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
     if C.is_uneven:
         return read(done, n, at.notes, C)
     else:
-        t = number_of(done, C)
+        t = number_of(done)
         return t < n.num_tiles, tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
 
 

@@ -143,7 +143,7 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
             gl.store(source.counter, 0)
         return more, spot, tile
     else:
-        return _met(number_of(done, C), spot, source, n, C)
+        return _met(number_of(done), spot, source, n, C)
 
 
 @gluon.jit
