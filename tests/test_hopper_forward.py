@@ -178,7 +178,7 @@ def raise_keys(call, rise: float) -> None:
 class FakeLaunch:
     """A launch that is resolved and notes what it is asked for."""
 
-    is_resolved = is_direct = True
+    is_resolved = is_direct = has_direct_way = True
     stream = 0
 
     def __init__(self, *args, **options):

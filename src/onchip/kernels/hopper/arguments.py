@@ -164,6 +164,7 @@ class Resolved:
         "_shapes",
         "code",
         "launch",
+        "leaks",
         "numbers",
         "problem",
         "repair",
@@ -175,6 +176,7 @@ class Resolved:
         self.launch = launch
         self.numbers = numbers
         self.code = code
+        self.leaks = code.may_leak  # asked in every call
         self.repair: Launch | None = None  # see `repair.py`
         self.repair_numbers: tuple = ()
         self._first = first
@@ -240,7 +242,7 @@ class Resolved:
         terms = [lse if x is None else x for x in optional[4:]]
         rest = (out, lse, counters, *lengths, *terms)
         calls = [(self.launch, (*described, *rest, *self.numbers, self.code))]
-        if self.code.may_leak:
+        if self.leaks:
             assert self.repair is not None
             calls.append((self.repair, (q, k, v, *rest, *self.repair_numbers)))
         return calls
@@ -276,7 +278,8 @@ class Resolved:
         """Whether `launch_at` may be called now."""
         if not self.launch.is_direct:
             return False
-        return not self.code.may_leak or (self.repair is not None and self.repair.is_direct)
+        # The repair is on the same device, and no profiler listens to it either.
+        return not self.leaks or (self.repair is not None and self.repair.has_direct_way)
 
 
 _kept: Bounded[tuple, Resolved] = Bounded(4096)

@@ -372,7 +372,6 @@ def consumer(
     C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
-    meet_other_launches(4)
     BN: gl.constexpr = C.block_n
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -385,7 +384,11 @@ def consumer(
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
         pass_turn(0, C)
+    if C.is_ragged:  # an earlier launch may have made the lengths
+        meet_other_launches(0, 4)
     more, tile = first_tile_number(lengths, at, n, C)
+    if not C.is_ragged:
+        meet_other_launches(tile.row + tile.head + tile.batch, 4)
     view = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
     s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)

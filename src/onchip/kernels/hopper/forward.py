@@ -161,7 +161,7 @@ def _launch_on(
     addresses = tuple([0 if x is None else x.data_ptr() for x in given])
     if found.replay(addresses):
         return
-    if found.code.may_leak:
+    if found.leaks:
         resolve_repair(problem, found, tensors)
     calls = found.calls(found.described(q, k, v, out), given)
     for kernel, values in calls:

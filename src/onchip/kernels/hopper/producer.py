@@ -99,11 +99,13 @@ def _load_k(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, at: Shared, done, tile: Tile, n: Sizes, C: gl.constexpr):
-    """Loads each warpgroup's rows of Q as soon as its buffer is free."""
+def _load_q(
+    q_desc, at: Shared, done, tile: Tile, n: Sizes, FIRST: gl.constexpr, END: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Loads the rows of Q of some warpgroups as soon as their buffers are free."""
     buffer = done % C.q_buffers
-    WARPGROUPS: gl.constexpr = C.warpgroups
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(FIRST, END):
         i = buffer * C.warpgroups + w
         mbarrier.wait(at.q_empty.index(i), ((done // C.q_buffers) & 1) ^ 1)
         mbarrier.expect(at.q_full.index(i), 64 * C.width * 2)
@@ -149,32 +151,39 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
 @gluon.jit
 def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     """Loads what the consumers will read, in their order; V one K/V tile behind K."""
-    meet_other_launches(1)
+    WARPGROUPS: gl.constexpr = C.warpgroups
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
+    if C.is_ragged:  # an earlier launch may have made the lengths
+        meet_other_launches(0, 1)
     more, spot, tile = first_tile(source, n, C)
+    head = tile.head // n.group
+    if not C.is_ragged:
+        meet_other_launches(tile.row + tile.head + tile.batch + head, 1)
     if C.is_uneven and C.num_known == 0:
         post(tile, more, 0, at.notes, C)
     while more:
-        head = tile.head // n.group
         batch = place_of(tile, C.packed_k and C.page_size == 0)
         start = start_of_keys(tile.row, tile, n, C)
         end = end_of_tile(tile, n, C)
         if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
             _load_v(source, at, count, due, C)
             due = Due(False, 0, 0, 0, 0, 0)
-        _load_q(source.q, at, done, tile, n, C)
+        _load_q(source.q, at, done, tile, n, 0, 1, C)
         for i in range(end - start):
             key = tile.k_start + (end - 1 - i) * C.block_n
             page = _page_of(key, batch, source.lengths, C)
             following = Due(True, key, head, batch, tile.seqlen_k, page)
             _load_k(source, at, count, following, C)
+            if i == 0:  # the first warpgroup can begin
+                _load_q(source.q, at, done, tile, n, 1, WARPGROUPS, C)
             _load_v(source, at, count, due, C)
             due = following
             count += 1
         done += 1
         more, spot, tile = next_tile(done, spot, source, n, C)
+        head = tile.head // n.group
         if C.is_uneven:
             post(tile, more, done - C.num_known, at.notes, C)
     _load_v(source, at, count, due, C)
