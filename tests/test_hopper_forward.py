@@ -30,6 +30,7 @@ CASES = {
     "tails": Case((100,), (211,), heads=2, kv_heads=2),
     "causal": Case((200,), (200,), causal=True),
     "causal_aligned": Case((192, 192), (256, 256), causal=True),
+    "causal_square": Case((384, 384), (384, 384), heads=4, causal=True),
     "causal_one_row": Case((1, 1), (337, 337), heads=4, causal=True),
     "more_keys": Case((150,), (377,), causal=True),
     "more_queries": Case((377,), (150,), causal=True),
@@ -56,7 +57,7 @@ CASES = {
 # Hidden keys of these are NaN: their repair takes the interpreter seconds, and more at wide heads.
 LEAKY = ("packed_used", "dense_used", "one_page", *(n for n in CASES if n.startswith("pages")))
 WIDE = tuple(n for n in CASES if n not in LEAKY)
-SOME = ("tails", "more_keys", "window", "packed_causal", "terms")
+SOME = ("causal_square", "tails", "more_keys", "window", "packed_causal", "terms")
 DIMS = {(64, 64): tuple(CASES), (128, 128): (*SOME, "full", "causal", "more_queries"),
         (256, 256): WIDE, (192, 128): SOME, (80, 40): SOME}  # fmt: skip
 SUMMED = {

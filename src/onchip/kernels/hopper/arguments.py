@@ -107,8 +107,25 @@ class Code:
 
     @property
     def num_walks(self) -> int:
-        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts."""
-        return 1 + self.cuts_two + self.has_left
+        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts.
+
+        The step behind a tile of which half was seen is a loop, too.
+        """
+        return 1 + self.cuts_two + self.has_left + self.is_halved
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether a tile's first warpgroup sees no more than half of its last K/V tile.
+
+        So it is where the right edge ends rows and keys of tiles of 128 alike.
+        """
+        is_aligned = self.has_right and not self.cuts_two and not self.skips
+        return is_aligned and (self.warpgroups, self.block_n, self.q_in_registers) == (2, 128, False)
+
+    @property
+    def last_keys(self) -> tuple[int, ...]:
+        """Keys of its last K/V tile that each warpgroup multiplies."""
+        return (self.block_n >> self.is_halved, *[self.block_n] * (self.warpgroups - 1))
 
     @property
     def is_folded(self) -> bool:

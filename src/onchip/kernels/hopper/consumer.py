@@ -29,6 +29,7 @@ from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
     grown,
+    halves,
     logits,
     operand,
     packed,
@@ -38,6 +39,7 @@ from onchip.kernels.hopper.softmax import (
     scaled_sums,
     slope_of,
     unit_of,
+    widened,
     with_sink,
 )
 from onchip.kernels.hopper.tiles import (
@@ -143,18 +145,22 @@ def _columns(q, k, s, NUMBER: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
-    """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once both are there.
+def _scores(
+    i, q, count, more, at: Shared, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr
+):
+    """Issues S = Q K^T of Q's buffer `i` and the first KEYS of K tile `count`, once both are there.
 
     Where there is no tile (not `more`) it multiplies what is left in shared memory.
     """
-    BN: gl.constexpr = C.block_n
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     slot = count % C.stages
     mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
     wait_for_turn(W, C)
-    k = plane(at.k.index(slot), C.block_n, C.width).permute((1, 0))
-    s = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    k = plane(at.k.index(slot), C.block_n, C.width)
+    if KEYS < C.block_n:
+        k = k.slice(0, KEYS, 0)
+    k = k.permute((1, 0))
+    s = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
     if C.q_in_registers:
         return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     else:
@@ -166,24 +172,32 @@ def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
-    """Issues O += P V of V tile `count`, once it is there."""
+def _product(walk: Walk, count, at: Shared, KEYS: gl.constexpr, C: gl.constexpr):
+    """Issues O += P V of the first KEYS of V tile `count`, once it is there: all, or half."""
     slot = count % C.stages
     mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
     v = plane(at.v.index(slot), C.block_n, C.width_v)
-    return warpgroup_mma(operand(walk.p, at.q.dtype, C), v, walk.acc, is_async=True)
+    p = walk.p
+    if KEYS < C.block_n:
+        p, _ = halves(p)
+        v = v.slice(0, KEYS, 0)
+    return warpgroup_mma(operand(p, at.q.dtype, C), v, walk.acc, is_async=True)
 
 
 @gluon.jit
 def _step(
     i, phase, walk: Walk, count, key, view: View, terms: Terms, at: Shared, n: Sizes,
-    MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    MASKED: gl.constexpr, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One K/V tile further; Q's buffer `i` became full in `phase`."""
+    """One K/V tile further; Q's buffer `i` became full in `phase`.
+
+    Of the tile behind, weights from KEYS on are 0.
+    """
+    BN: gl.constexpr = C.block_n
     MAXIMA: gl.constexpr = MASKED or C.maxima
     unit = unit_of(terms, C)
-    s = _scores(i, walk.q, count + 1, True, at, W, C)
-    acc = _product(walk, count, at, C)
+    s = _scores(i, walk.q, count + 1, True, at, BN, W, C)
+    acc = _product(walk, count, at, KEYS, C)
     pass_turn((W + 1) % C.warpgroups, C)
     if not MAXIMA:  # while the tensor cores work
         m, alpha = grown(walk.m, walk.l, unit)
@@ -234,17 +248,26 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
     i = (done % C.q_buffers) * C.warpgroups + W
     mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
     q = _q_operand(i, at, C)
-    return _scores(i, q, count, more, at, W, C), count, skipped, end, q
+    KEYS: gl.constexpr = C.last_keys[W]
+    return _scores(i, q, count, more, at, KEYS, W, C), count, skipped, end, q
 
 
 @gluon.jit
 def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
     """Weights (float32), maximum and sums of the first S, which the right edge crosses."""
-    key = (end - 1) * C.block_n
-    s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
+    BN: gl.constexpr = C.block_n
+    KEYS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    seen = View(view.tile, view.row, rows, columns, view.slope)
+    key = (end - 1) * BN
+    s = masked(logits(s, key, seen, terms, C), key, seen, n, True, C)
     m = row_maximum(s)
     unit = unit_of(terms, C)
     weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
+    if KEYS < BN:
+        weights, m = widened(weights, m)
     return weights, m, row_sums(weights)
 
 
@@ -299,7 +322,7 @@ def _finish(
 @gluon.jit
 def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
     """The walk with its last P V."""
-    acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
+    acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C.block_n, C)])
     return Walk(walk.p, acc, walk.m, walk.l, walk.q)
 
 
@@ -318,7 +341,7 @@ def _passed_on(
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
     if C.q_buffers > 1:
-        acc = _product(walk, count, at, C)
+        acc = _product(walk, count, at, C.block_n, C)
         pass_turn(NEXT, C)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
@@ -378,6 +401,7 @@ def consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     DTYPE: gl.constexpr = at.q.dtype
+    LAST_KEYS: gl.constexpr = C.last_keys[W]
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
 
@@ -406,28 +430,36 @@ def consumer(
         start = start_of_keys(view.tile.row, view.tile, n, C)
         cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
+        unmasked = full > cut
         if C.cuts_two:
             for j in range(1, cut):
                 key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, BN, W, C)
                 count += 1
+        if LAST_KEYS < BN:
+            following = gl.minimum(cut + 1, full)
+            for j in range(cut, following):
+                key = (end - 1 - j) * BN
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, False, LAST_KEYS, W, C)
+                count += 1
+            cut = following
         for j in range(cut, full):
             key = (end - 1 - j) * BN
-            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, W, C)
+            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, BN, W, C)
             count += 1
         if C.has_left:
             for j in range(full, end - start):
                 key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, BN, W, C)
                 count += 1
 
         done += 1
         if C.is_folded:  # the CTA's only tile
-            _finish(_summed(walk, count, at, C), at.q.index(i), full > cut, view, terms, to, n, C)
+            _finish(_summed(walk, count, at, C), at.q.index(i), unmasked, view, terms, to, n, C)
             more = done < 0
         else:
             more, walk, view, count, end = _turn_over(
-                done, walk, view, count, end, full > cut, lengths, to, terms, at, n, W, C
+                done, walk, view, count, end, unmasked, lengths, to, terms, at, n, W, C
             )
     tma.store_wait(0)
     if W == 0:

@@ -109,6 +109,16 @@ def row_sums(p):
 
 
 @gluon.jit
+def widened(p, m):
+    """P and maxima of the left half of a tile's columns as of all; weights on the right are 0."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * p.shape[1], 16])
+    p = gl.permute(gl.join(p, gl.zeros_like(p)), (0, 2, 1))
+    p = gl.reshape(p, [p.shape[0], 2 * p.shape[2]])
+    m = gl.convert_layout(m, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True), m
+
+
+@gluon.jit
 def scaled_sums(l, factor):
     """Row sums times a factor for each row."""
     layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
