@@ -107,11 +107,8 @@ class Code:
 
     @property
     def num_walks(self) -> int:
-        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts.
-
-        The step behind a tile of which half was seen is a loop, too.
-        """
-        return 1 + self.cuts_two + self.has_left + self.is_halved
+        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts."""
+        return 1 + self.cuts_two + self.has_left
 
     @property
     def is_halved(self) -> bool:

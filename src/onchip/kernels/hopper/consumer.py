@@ -29,7 +29,6 @@ from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
     grown,
-    halves,
     logits,
     operand,
     packed,
@@ -172,32 +171,25 @@ def _scores(
 
 
 @gluon.jit
-def _product(walk: Walk, count, at: Shared, KEYS: gl.constexpr, C: gl.constexpr):
-    """Issues O += P V of the first KEYS of V tile `count`, once it is there: all, or half."""
+def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
+    """Issues O += P V of V tile `count`, once it is there."""
     slot = count % C.stages
     mbarrier.wait(at.v_full.index(slot), (count // C.stages) & 1)
     v = plane(at.v.index(slot), C.block_n, C.width_v)
-    p = walk.p
-    if KEYS < C.block_n:
-        p, _ = halves(p)
-        v = v.slice(0, KEYS, 0)
-    return warpgroup_mma(operand(p, at.q.dtype, C), v, walk.acc, is_async=True)
+    return warpgroup_mma(operand(walk.p, at.q.dtype, C), v, walk.acc, is_async=True)
 
 
 @gluon.jit
 def _step(
     i, phase, walk: Walk, count, key, view: View, terms: Terms, at: Shared, n: Sizes,
-    MASKED: gl.constexpr, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One K/V tile further; Q's buffer `i` became full in `phase`.
-
-    Of the tile behind, weights from KEYS on are 0.
-    """
+    """One K/V tile further; Q's buffer `i` became full in `phase`."""
     BN: gl.constexpr = C.block_n
     MAXIMA: gl.constexpr = MASKED or C.maxima
     unit = unit_of(terms, C)
     s = _scores(i, walk.q, count + 1, True, at, BN, W, C)
-    acc = _product(walk, count, at, KEYS, C)
+    acc = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
     if not MAXIMA:  # while the tensor cores work
         m, alpha = grown(walk.m, walk.l, unit)
@@ -322,7 +314,7 @@ def _finish(
 @gluon.jit
 def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
     """The walk with its last P V."""
-    acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C.block_n, C)])
+    acc = warpgroup_mma_wait(0, deps=[_product(walk, count, at, C)])
     return Walk(walk.p, acc, walk.m, walk.l, walk.q)
 
 
@@ -341,7 +333,7 @@ def _passed_on(
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     s, first, skipped, end, q = _open(tile, more, count + 1, done, at, n, W, C)
     if C.q_buffers > 1:
-        acc = _product(walk, count, at, C.block_n, C)
+        acc = _product(walk, count, at, C)
         pass_turn(NEXT, C)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
@@ -401,7 +393,6 @@ def consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     DTYPE: gl.constexpr = at.q.dtype
-    LAST_KEYS: gl.constexpr = C.last_keys[W]
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
 
@@ -430,36 +421,28 @@ def consumer(
         start = start_of_keys(view.tile.row, view.tile, n, C)
         cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
-        unmasked = full > cut
         if C.cuts_two:
             for j in range(1, cut):
                 key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, BN, W, C)
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
                 count += 1
-        if LAST_KEYS < BN:
-            following = gl.minimum(cut + 1, full)
-            for j in range(cut, following):
-                key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, False, LAST_KEYS, W, C)
-                count += 1
-            cut = following
         for j in range(cut, full):
             key = (end - 1 - j) * BN
-            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, BN, W, C)
+            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, W, C)
             count += 1
         if C.has_left:
             for j in range(full, end - start):
                 key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, BN, W, C)
+                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
                 count += 1
 
         done += 1
         if C.is_folded:  # the CTA's only tile
-            _finish(_summed(walk, count, at, C), at.q.index(i), unmasked, view, terms, to, n, C)
+            _finish(_summed(walk, count, at, C), at.q.index(i), full > cut, view, terms, to, n, C)
             more = done < 0
         else:
             more, walk, view, count, end = _turn_over(
-                done, walk, view, count, end, unmasked, lengths, to, terms, at, n, W, C
+                done, walk, view, count, end, full > cut, lengths, to, terms, at, n, W, C
             )
     tma.store_wait(0)
     if W == 0:
