@@ -117,7 +117,7 @@ class Code:
         So it is where the right edge ends rows and keys of tiles of 128 alike.
         """
         is_aligned = self.has_right and not self.cuts_two and not self.skips
-        return is_aligned and (self.warpgroups, self.block_n, self.q_in_registers) == (2, 128, False)
+        return is_aligned and self.block_n == 128 and not self.q_in_registers
 
     @property
     def last_keys(self) -> tuple[int, ...]:
@@ -133,6 +133,14 @@ class Code:
     def num_known(self) -> int:
         """Tiles of a CTA of which nobody needs to tell its consumers."""
         return int(self.is_uneven and not self.is_ragged)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether a CTA finds its first tile while earlier launches still run.
+
+        They may make lengths. With one buffer of Q the assembler then spills in the loops.
+        """
+        return self.q_buffers > 1 and not self.is_ragged
 
     @property
     def may_be_empty(self) -> bool:

@@ -30,18 +30,23 @@ def _arrival(threads, v, pins):
 
 
 @gluon.jit
-def meet_other_launches(known, NUM_WARPS: gl.constexpr):
+def meet_other_launches(NUM_WARPS: gl.constexpr):
     """Waits until earlier launches are done, and lets the next one be set up meanwhile.
 
     A launch that was told to (`launch_pdl`) starts as soon as the one before lets it, and waits
-    here; where neither was, this does nothing. `known` is a number >= 0 that is made before: the
-    assembler moves the wait up over arithmetic, of which a CTA's first tile takes 170
-    instructions, but not over a trap.
+    here; where neither was, this does nothing.
     """
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; griddepcontrol.wait; "
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
-        [_named(known, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+        [_named(0, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def settle(x, NUM_WARPS: gl.constexpr):
+    """`x` >= 0 is made before what follows: over a trap the assembler moves no wait up."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; mov.b32 $0, $1; }", "=r,r",
+        [_named(x, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from onchip.kernels.hopper.barriers import (
     pass_turn,
     release,
     release_if,
+    settle,
     wait_for_turn,
 )
 from onchip.kernels.hopper.gluon_names import (
@@ -144,9 +145,7 @@ def _columns(q, k, s, NUMBER: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    i, q, count, more, at: Shared, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr
-):
+def _scores(i, q, count, more, at: Shared, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and the first KEYS of K tile `count`, once both are there.
 
     Where there is no tile (not `more`) it multiplies what is left in shared memory.
@@ -156,7 +155,7 @@ def _scores(
     mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
     wait_for_turn(W, C)
     k = plane(at.k.index(slot), C.block_n, C.width)
-    if KEYS < C.block_n:
+    if C.block_n > KEYS:
         k = k.slice(0, KEYS, 0)
     k = k.permute((1, 0))
     s = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
@@ -249,16 +248,18 @@ def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
     """Weights (float32), maximum and sums of the first S, which the right edge crosses."""
     BN: gl.constexpr = C.block_n
     KEYS: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = s.type.layout
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-    seen = View(view.tile, view.row, rows, columns, view.slope)
+    seen = view
+    if BN > KEYS:
+        LAYOUT: gl.constexpr = s.type.layout
+        rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+        seen = View(view.tile, view.row, rows, columns, view.slope)
     key = (end - 1) * BN
     s = masked(logits(s, key, seen, terms, C), key, seen, n, True, C)
     m = row_maximum(s)
     unit = unit_of(terms, C)
     weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
-    if KEYS < BN:
+    if BN > KEYS:
         weights, m = widened(weights, m)
     return weights, m, row_sums(weights)
 
@@ -387,6 +388,8 @@ def consumer(
     C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
+    if not C.foresees:
+        meet_other_launches(4)
     BN: gl.constexpr = C.block_n
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -399,11 +402,10 @@ def consumer(
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
         pass_turn(0, C)
-    if C.is_ragged:  # an earlier launch may have made the lengths
-        meet_other_launches(0, 4)
     more, tile = first_tile_number(lengths, at, n, C)
-    if not C.is_ragged:
-        meet_other_launches(tile.row + tile.head + tile.batch, 4)
+    if C.foresees:
+        settle(tile.row + tile.head + tile.batch, 4)
+        meet_other_launches(4)
     view = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
     s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.barriers import meet_other_launches, wait_for_slot
+from onchip.kernels.hopper.barriers import meet_other_launches, settle, wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
 from onchip.kernels.hopper.shared import Inputs, Shared, place_of
 from onchip.kernels.hopper.tiles import (
@@ -152,15 +152,17 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
 def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     """Loads what the consumers will read, in their order; V one K/V tile behind K."""
     WARPGROUPS: gl.constexpr = C.warpgroups
+    BEFORE_K: gl.constexpr = 1 if C.foresees else C.warpgroups
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
-    if C.is_ragged:  # an earlier launch may have made the lengths
-        meet_other_launches(0, 1)
+    if not C.foresees:
+        meet_other_launches(1)
     more, spot, tile = first_tile(source, n, C)
     head = tile.head // n.group
-    if not C.is_ragged:
-        meet_other_launches(tile.row + tile.head + tile.batch + head, 1)
+    if C.foresees:
+        settle(tile.row + tile.head + tile.batch + head, 1)
+        meet_other_launches(1)
     if C.is_uneven and C.num_known == 0:
         post(tile, more, 0, at.notes, C)
     while more:
@@ -170,14 +172,15 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
         if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
             _load_v(source, at, count, due, C)
             due = Due(False, 0, 0, 0, 0, 0)
-        _load_q(source.q, at, done, tile, n, 0, 1, C)
+        _load_q(source.q, at, done, tile, n, 0, BEFORE_K, C)
         for i in range(end - start):
             key = tile.k_start + (end - 1 - i) * C.block_n
             page = _page_of(key, batch, source.lengths, C)
             following = Due(True, key, head, batch, tile.seqlen_k, page)
             _load_k(source, at, count, following, C)
-            if i == 0:  # the first warpgroup can begin
-                _load_q(source.q, at, done, tile, n, 1, WARPGROUPS, C)
+            if C.foresees:
+                if i == 0:  # the first warpgroup can begin
+                    _load_q(source.q, at, done, tile, n, BEFORE_K, WARPGROUPS, C)
             _load_v(source, at, count, due, C)
             due = following
             count += 1
