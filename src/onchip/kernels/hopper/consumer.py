@@ -259,8 +259,9 @@ def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
     m = row_maximum(s)
     unit = unit_of(terms, C)
     weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
-    if BN > KEYS:
-        weights, m = widened(weights, m)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    m = gl.convert_layout(m, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    weights = widened(weights, BN)
     return weights, m, row_sums(weights)
 
 
@@ -341,7 +342,9 @@ def _passed_on(
         pass_turn(NEXT, C)
         s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, first, 0, C)
-    weights, m, l = _first_weights(s, end, following, terms, n, C)
+    weights, m, l = widened(s, C.block_n), walk.m, walk.l
+    if more or C.q_buffers == 1:
+        weights, m, l = _first_weights(s, end, following, terms, n, C)
     if C.q_buffers > 1:
         if C.late:
             j = (done % C.q_buffers) * C.warpgroups + W

@@ -178,9 +178,8 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             page = _page_of(key, batch, source.lengths, C)
             following = Due(True, key, head, batch, tile.seqlen_k, page)
             _load_k(source, at, count, following, C)
-            if C.foresees:
-                if i == 0:  # the first warpgroup can begin
-                    _load_q(source.q, at, done, tile, n, BEFORE_K, WARPGROUPS, C)
+            if i == 0:  # the first warpgroup can begin
+                _load_q(source.q, at, done, tile, n, BEFORE_K, WARPGROUPS, C)
             _load_v(source, at, count, due, C)
             due = following
             count += 1

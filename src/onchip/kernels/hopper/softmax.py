@@ -109,13 +109,13 @@ def row_sums(p):
 
 
 @gluon.jit
-def widened(p, m):
-    """P and maxima of the left half of a tile's columns as of all; weights on the right are 0."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * p.shape[1], 16])
-    p = gl.permute(gl.join(p, gl.zeros_like(p)), (0, 2, 1))
-    p = gl.reshape(p, [p.shape[0], 2 * p.shape[2]])
-    m = gl.convert_layout(m, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    return gl.convert_layout(p, LAYOUT, assert_trivial=True), m
+def widened(x, BN: gl.constexpr):
+    """All columns of a tile of which `x` may be the left half; the others are 0."""
+    if x.shape[1] < BN:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+        x = gl.permute(gl.join(x, gl.zeros_like(x)), (0, 2, 1))
+        x = gl.convert_layout(gl.reshape(x, [x.shape[0], BN]), LAYOUT, assert_trivial=True)
+    return x
 
 
 @gluon.jit
