@@ -50,6 +50,7 @@ class Code:
         has_softcap: whether logits are capped.
         alibi_dim: dimensions of the slopes, 0 for none.
         has_sinks: whether exp(sink) joins each denominator.
+        is_short: whether no CTA has more than two tiles, so that how it ends counts.
     """
 
     config: Config
@@ -69,6 +70,7 @@ class Code:
     has_softcap: bool
     alibi_dim: int
     has_sinks: bool
+    is_short: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -138,9 +140,10 @@ class Code:
     def foresees(self) -> bool:
         """Whether a CTA finds its first tile while earlier launches still run.
 
-        They may make lengths. With one buffer of Q the assembler then spills in the loops.
+        Only where that is known to be faster: folded tiles gain nothing (H200, 1k), with one
+        buffer of Q the assembler spills in the loops, and lengths may be what those launches make.
         """
-        return self.q_buffers > 1 and not self.is_ragged
+        return self.is_halved and self.q_buffers > 1
 
     @property
     def may_be_empty(self) -> bool:
@@ -341,9 +344,12 @@ def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Te
 def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
-    if code.is_folded and sizes_of(code, problem)[_NUM_TILES] > num_ctas:
-        return code_of(replace(config, folded=False, turns=True), problem)
-    return code
+    if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
+        return code
+    if code.is_folded:
+        code = code_of(replace(config, folded=False, turns=True), problem)
+    num_tiles = sizes_of(code, problem)[_NUM_TILES]
+    return replace(code, is_short=code.is_halved and num_tiles <= 2 * num_ctas)
 
 
 def code_of(config: Config, problem: Problem) -> Code:

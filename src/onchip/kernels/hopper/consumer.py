@@ -343,7 +343,7 @@ def _passed_on(
         s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, first, 0, C)
     weights, m, l = widened(s, C.block_n), walk.m, walk.l
-    if more or C.q_buffers == 1:
+    if more or not C.is_short:  # to pass over them costs more than it saves where tiles are many
         weights, m, l = _first_weights(s, end, following, terms, n, C)
     if C.q_buffers > 1:
         if C.late:

@@ -159,13 +159,13 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     if not C.foresees:
         meet_other_launches(1)
     more, spot, tile = first_tile(source, n, C)
-    head = tile.head // n.group
     if C.foresees:
-        settle(tile.row + tile.head + tile.batch + head, 1)
+        settle(tile.row + tile.head + tile.batch, 1)
         meet_other_launches(1)
     if C.is_uneven and C.num_known == 0:
         post(tile, more, 0, at.notes, C)
     while more:
+        head = tile.head // n.group
         batch = place_of(tile, C.packed_k and C.page_size == 0)
         start = start_of_keys(tile.row, tile, n, C)
         end = end_of_tile(tile, n, C)
@@ -185,7 +185,6 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             count += 1
         done += 1
         more, spot, tile = next_tile(done, spot, source, n, C)
-        head = tile.head // n.group
         if C.is_uneven:
             post(tile, more, done - C.num_known, at.notes, C)
     _load_v(source, at, count, due, C)
