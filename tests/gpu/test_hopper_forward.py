@@ -39,6 +39,8 @@ CASES = {
     "tiny": Case((3,), (5,)),
     "causal": Case((1000,), (1000,), heads=4, kv_heads=4, causal=True),
     "causal_aligned": Case((192, 192), (256, 256), causal=True),
+    "causal_squares": Case((2000,), (2000,), heads=16, kv_heads=4, causal=True),
+    "causal_many_squares": Case((1300,) * 2, (1300,) * 2, heads=16, kv_heads=4, causal=True),
     "causal_one_row": Case((1, 1), (1409, 1409), heads=8, causal=True),
     "causal_more_keys": Case((700,), (1500,), causal=True),
     "causal_more_queries": Case((1500,), (700,), causal=True),
@@ -165,7 +167,7 @@ def test_a_cuda_graph_follows_changed_lengths(forward):
         check(replace(call, case=changed, sequences=cut), out, lse)
 
 
-@pytest.mark.parametrize("name", ["causal", "plain", "packed_causal"])
+@pytest.mark.parametrize("name", ["causal", "causal_squares", "plain", "packed_causal"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_ten_thousand_launches_give_the_same_bits(forward, dim, name):
     call = build(replace(CASES[name], dim=dim, dim_v=dim, dtype=BF16), "cuda")
@@ -191,13 +193,12 @@ def test_two_streams_at_once(forward):
     assert all(torch.equal(out, want) for out in found)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "causal"), [(500, False), (500, True), (2000, True)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_launches_that_overlap_wait_for_each_others_results(forward, dim, causal):
+def test_launches_that_overlap_wait_for_each_others_results(forward, dim, length, causal):
     """Each is set up while the one before runs: a chain of them gives what one at a time gives."""
-    case = Case(
-        (500,), (500,), heads=16, kv_heads=16, dim=dim, dim_v=dim, dtype=BF16, causal=causal
-    )
+    case = Case((length,), (length,), heads=16, kv_heads=16, dim=dim, dim_v=dim, dtype=BF16,
+                causal=causal)  # fmt: skip
     call = build(case, "cuda")
 
     def chain(waits: bool) -> torch.Tensor:
