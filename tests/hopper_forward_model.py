@@ -173,6 +173,8 @@ _LANGUAGE = {
     "max": _reduce(lambda x, dim: x.amax(dim)),
     "sum": _reduce(lambda x, dim: x.sum(dim)),
     "log2": torch.log2,
+    "join": lambda a, b: torch.stack((a, b), -1),
+    "zeros_like": torch.zeros_like,
     "abs": torch.abs,
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "permute": lambda x, order: x.permute(tuple(order)),

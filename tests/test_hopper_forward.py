@@ -30,16 +30,19 @@ CASES = {
     "tails": Case((100,), (211,), heads=2, kv_heads=2),
     "causal": Case((200,), (200,), causal=True),
     "causal_aligned": Case((192, 192), (256, 256), causal=True),
+    "causal_square": Case((384, 384), (384, 384), heads=4, causal=True),
     "causal_one_row": Case((1, 1), (337, 337), heads=4, causal=True),
     "more_keys": Case((150,), (377,), causal=True),
     "more_queries": Case((377,), (150,), causal=True),
     "right": Case((300,), (333,), window=(-1, 90)),
     "window": Case((250,), (400,), window=(130, 70)),
+    "window_square": Case((300,), (300,), window=(90, 0)),
     "window_left": Case((250,), (300,), window=(33, -1)),
     "window_diagonal": Case((200,), (261,), window=(0, 0)),
     "window_beyond": Case((300,), (20,), window=(4, 3)),
     "softcap": Case((150,), (170,), softcap=5.0, causal=True),
     "terms": Case((200,), (270,), alibi=1, softcap=10.0, sinks=True, window=(150, 40)),
+    "terms_square": Case((200,), (200,), alibi=1, softcap=10.0, sinks=True, causal=True),
     "alibi_batch": Case((100, 100), (170, 170), alibi=2, causal=True),
     "sinks_no_keys": Case((200,), (60,), sinks=True, causal=True),
     "packed": Case((133, 0, 5, 70), (100, 9, 0, 240), packed=True),
@@ -56,7 +59,7 @@ CASES = {
 # Hidden keys of these are NaN: their repair takes the interpreter seconds, and more at wide heads.
 LEAKY = ("packed_used", "dense_used", "one_page", *(n for n in CASES if n.startswith("pages")))
 WIDE = tuple(n for n in CASES if n not in LEAKY)
-SOME = ("tails", "more_keys", "window", "packed_causal", "terms")
+SOME = ("causal_square", "window_square", "tails", "more_keys", "window", "packed_causal", "terms")
 DIMS = {(64, 64): tuple(CASES), (128, 128): (*SOME, "full", "causal", "more_queries"),
         (256, 256): WIDE, (192, 128): SOME, (80, 40): SOME}  # fmt: skip
 SUMMED = {
@@ -178,7 +181,7 @@ def raise_keys(call, rise: float) -> None:
 class FakeLaunch:
     """A launch that is resolved and notes what it is asked for."""
 
-    is_resolved = is_direct = True
+    is_resolved = is_direct = has_direct_way = True
     stream = 0
 
     def __init__(self, *args, **options):
@@ -258,3 +261,20 @@ def test_calls_that_mean_something_else_share_no_launch(monkeypatch):
         setattr(call.tensors, name, given)
     found.add(_resolved(replace(call, problem=replace(call.problem, scale=0.5)), out))
     assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        (Case((300,), (300,), causal=True), (64, 128)),
+        (Case((300,), (556,), window=(90, 0)), (64, 128)),
+        (Case((300,), (364,), causal=True), (128, 128)),
+        (Case((300,), (300,), window=(90, 64)), (128, 128)),
+        (Case((300,), (300,)), (128, 128)),
+        (Case((300,), (300,), packed=True, causal=True), (128, 128)),
+    ],
+    ids=str,
+)
+def test_the_first_warpgroup_multiplies_the_keys_of_the_last_tile_that_it_sees(case, keys):
+    problem = build(replace(case, dim=128, dim_v=128)).problem
+    assert arguments.code_for(choose_forward(problem), problem, 1).last_keys == keys

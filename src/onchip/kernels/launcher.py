@@ -83,6 +83,11 @@ class Launch:
         return self._compiled is not None
 
     @property
+    def has_direct_way(self) -> bool:
+        """Whether `prepared` gives anything."""
+        return self._run is not None
+
+    @property
     def is_direct(self) -> bool:
         """Whether what `prepared` gives may be called now."""
         return (

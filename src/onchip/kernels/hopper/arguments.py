@@ -50,6 +50,7 @@ class Code:
         has_softcap: whether logits are capped.
         alibi_dim: dimensions of the slopes, 0 for none.
         has_sinks: whether exp(sink) joins each denominator.
+        is_short: whether no CTA has more than two tiles, so that how it ends counts.
     """
 
     config: Config
@@ -69,6 +70,7 @@ class Code:
     has_softcap: bool
     alibi_dim: int
     has_sinks: bool
+    is_short: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -111,6 +113,20 @@ class Code:
         return 1 + self.cuts_two + self.has_left
 
     @property
+    def is_halved(self) -> bool:
+        """Whether a tile's first warpgroup sees no more than half of its last K/V tile.
+
+        So it is where the right edge ends rows and keys of tiles of 128 alike.
+        """
+        is_aligned = self.has_right and not self.cuts_two and not self.skips
+        return is_aligned and self.block_n == 128 and not self.q_in_registers
+
+    @property
+    def last_keys(self) -> tuple[int, ...]:
+        """Keys of its last K/V tile that each warpgroup multiplies."""
+        return (self.block_n >> self.is_halved, *[self.block_n] * (self.warpgroups - 1))
+
+    @property
     def is_folded(self) -> bool:
         """Whether a tile's two blocks of rows lie apart, see `Config.folded`."""
         return self.folded
@@ -119,6 +135,15 @@ class Code:
     def num_known(self) -> int:
         """Tiles of a CTA of which nobody needs to tell its consumers."""
         return int(self.is_uneven and not self.is_ragged)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether a CTA finds its first tile while earlier launches still run.
+
+        Only where that is known to be faster: folded tiles gain nothing (H200, 1k), with one
+        buffer of Q the assembler spills in the loops, and lengths may be what those launches make.
+        """
+        return self.is_halved and self.q_buffers > 1
 
     @property
     def may_be_empty(self) -> bool:
@@ -164,6 +189,7 @@ class Resolved:
         "_shapes",
         "code",
         "launch",
+        "leaks",
         "numbers",
         "problem",
         "repair",
@@ -175,6 +201,7 @@ class Resolved:
         self.launch = launch
         self.numbers = numbers
         self.code = code
+        self.leaks = code.may_leak  # asked in every call
         self.repair: Launch | None = None  # see `repair.py`
         self.repair_numbers: tuple = ()
         self._first = first
@@ -240,7 +267,7 @@ class Resolved:
         terms = [lse if x is None else x for x in optional[4:]]
         rest = (out, lse, counters, *lengths, *terms)
         calls = [(self.launch, (*described, *rest, *self.numbers, self.code))]
-        if self.code.may_leak:
+        if self.leaks:
             assert self.repair is not None
             calls.append((self.repair, (q, k, v, *rest, *self.repair_numbers)))
         return calls
@@ -276,7 +303,8 @@ class Resolved:
         """Whether `launch_at` may be called now."""
         if not self.launch.is_direct:
             return False
-        return not self.code.may_leak or (self.repair is not None and self.repair.is_direct)
+        # The repair is on the same device, and no profiler listens to it either.
+        return not self.leaks or (self.repair is not None and self.repair.has_direct_way)
 
 
 _kept: Bounded[tuple, Resolved] = Bounded(4096)
@@ -316,9 +344,12 @@ def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Te
 def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
-    if code.is_folded and sizes_of(code, problem)[_NUM_TILES] > num_ctas:
-        return code_of(replace(config, folded=False, turns=True), problem)
-    return code
+    if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
+        return code
+    if code.is_folded:
+        code = code_of(replace(config, folded=False, turns=True), problem)
+    num_tiles = sizes_of(code, problem)[_NUM_TILES]
+    return replace(code, is_short=code.is_halved and num_tiles <= 2 * num_ctas)
 
 
 def code_of(config: Config, problem: Problem) -> Code:

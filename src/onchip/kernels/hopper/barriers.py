@@ -42,6 +42,14 @@ def meet_other_launches(NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
+def settle(x, NUM_WARPS: gl.constexpr):
+    """`x` >= 0 is made before what follows: over a trap the assembler moves no wait up."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p trap; mov.b32 $0, $1; }", "=r,r",
+        [_named(x, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def release(count, V: gl.constexpr, C: gl.constexpr):
     """A consumer warpgroup has read the K (V = 0) or V (V = 1) tile number `count`.
 

@@ -14,6 +14,7 @@ from onchip.kernels.hopper.barriers import (
     pass_turn,
     release,
     release_if,
+    settle,
     wait_for_turn,
 )
 from onchip.kernels.hopper.gluon_names import (
@@ -38,6 +39,7 @@ from onchip.kernels.hopper.softmax import (
     scaled_sums,
     slope_of,
     unit_of,
+    widened,
     with_sink,
 )
 from onchip.kernels.hopper.tiles import (
@@ -74,7 +76,7 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
     if C.is_uneven:
         return read(done, n, at.notes, C)
     else:
-        t = number_of(done, C)
+        t = number_of(done)
         return t < n.num_tiles, tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
 
 
@@ -143,18 +145,20 @@ def _columns(q, k, s, NUMBER: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(i, q, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
-    """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once both are there.
+def _scores(i, q, count, more, at: Shared, KEYS: gl.constexpr, W: gl.constexpr, C: gl.constexpr):
+    """Issues S = Q K^T of Q's buffer `i` and the first KEYS of K tile `count`, once both are there.
 
     Where there is no tile (not `more`) it multiplies what is left in shared memory.
     """
-    BN: gl.constexpr = C.block_n
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     slot = count % C.stages
     mbarrier.wait(at.k_full.index(slot), (count // C.stages) & 1, pred=more)
     wait_for_turn(W, C)
-    k = plane(at.k.index(slot), C.block_n, C.width).permute((1, 0))
-    s = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    k = plane(at.k.index(slot), C.block_n, C.width)
+    if C.block_n > KEYS:
+        k = k.slice(0, KEYS, 0)
+    k = k.permute((1, 0))
+    s = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
     if C.q_in_registers:
         return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     else:
@@ -180,9 +184,10 @@ def _step(
     MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further; Q's buffer `i` became full in `phase`."""
+    BN: gl.constexpr = C.block_n
     MAXIMA: gl.constexpr = MASKED or C.maxima
     unit = unit_of(terms, C)
-    s = _scores(i, walk.q, count + 1, True, at, W, C)
+    s = _scores(i, walk.q, count + 1, True, at, BN, W, C)
     acc = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
     if not MAXIMA:  # while the tensor cores work
@@ -234,17 +239,29 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
     i = (done % C.q_buffers) * C.warpgroups + W
     mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
     q = _q_operand(i, at, C)
-    return _scores(i, q, count, more, at, W, C), count, skipped, end, q
+    KEYS: gl.constexpr = C.last_keys[W]
+    return _scores(i, q, count, more, at, KEYS, W, C), count, skipped, end, q
 
 
 @gluon.jit
 def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
     """Weights (float32), maximum and sums of the first S, which the right edge crosses."""
-    key = (end - 1) * C.block_n
-    s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
+    BN: gl.constexpr = C.block_n
+    KEYS: gl.constexpr = s.shape[1]
+    seen = view
+    if BN > KEYS:
+        LAYOUT: gl.constexpr = s.type.layout
+        rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        columns = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+        seen = View(view.tile, view.row, rows, columns, view.slope)
+    key = (end - 1) * BN
+    s = masked(logits(s, key, seen, terms, C), key, seen, n, True, C)
     m = row_maximum(s)
     unit = unit_of(terms, C)
     weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    m = gl.convert_layout(m, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    weights = widened(weights, BN)
     return weights, m, row_sums(weights)
 
 
@@ -325,7 +342,9 @@ def _passed_on(
         pass_turn(NEXT, C)
         s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, first, 0, C)
-    weights, m, l = _first_weights(s, end, following, terms, n, C)
+    weights, m, l = widened(s, C.block_n), walk.m, walk.l
+    if more or not C.is_short:  # to pass over them costs more than it saves where tiles are many
+        weights, m, l = _first_weights(s, end, following, terms, n, C)
     if C.q_buffers > 1:
         if C.late:
             j = (done % C.q_buffers) * C.warpgroups + W
@@ -372,7 +391,8 @@ def consumer(
     C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
-    meet_other_launches(4)
+    if not C.foresees:
+        meet_other_launches(4)
     BN: gl.constexpr = C.block_n
     WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -386,6 +406,9 @@ def consumer(
     if C.warpgroups == W + 1:
         pass_turn(0, C)
     more, tile = first_tile_number(lengths, at, n, C)
+    if C.foresees:
+        settle(tile.row + tile.head + tile.batch, 4)
+        meet_other_launches(4)
     view = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
     s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)

@@ -23,7 +23,8 @@ one after the other, and the softmax of one runs under the products of another. 
 does not drain between tiles of queries: the last P V of one is issued beside the first S of the
 next. Keys are walked from the last to the first: the K/V tiles that the mask's right edge or the
 end of the keys cuts come first, those that its left edge cuts last, and the loop between them
-does not mask.
+does not mask. Where the right edge stands at multiples of 128, the first warpgroup sees no more
+than half of its last tile and multiplies half of its keys.
 
 The maximum of a row costs a fifth of a step (H200, D = 128: 400 to 490 of 2,500 clocks), and
 float32 and bfloat16 do not need it: any number within 2^100 of it keeps exp(S - m) in range. In
@@ -42,6 +43,9 @@ of 16 bytes. Shared memory: q_buffers x BM x D for Q, stages x BN x (D + D_v) fo
 Sequences that are packed, or whose keys a tensor cuts short, differ in length: the producer
 reads where they lie and tells the consumers in a note. Packed tiles are numbered along the
 sequences, and a producer walks on from the one where its last tile was.
+
+A launch is set up while those before it end, and a CTA finds its first tile meanwhile, if no
+tensor of lengths has to be read for that.
 
 Causal tiles differ in length too, and a counter hands them out, the longest first. Squares with
 no more tiles than there are multiprocessors are folded instead: one warpgroup takes 64 rows as
@@ -161,7 +165,7 @@ def _launch_on(
     addresses = tuple([0 if x is None else x.data_ptr() for x in given])
     if found.replay(addresses):
         return
-    if found.code.may_leak:
+    if found.leaks:
         resolve_repair(problem, found, tensors)
     calls = found.calls(found.described(q, k, v, out), given)
     for kernel, values in calls:

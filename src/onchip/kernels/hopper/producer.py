@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.barriers import meet_other_launches, wait_for_slot
+from onchip.kernels.hopper.barriers import meet_other_launches, settle, wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
 from onchip.kernels.hopper.shared import Inputs, Shared, place_of
 from onchip.kernels.hopper.tiles import (
@@ -99,11 +99,13 @@ def _load_k(source: Inputs, at: Shared, count, due: Due, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, at: Shared, done, tile: Tile, n: Sizes, C: gl.constexpr):
-    """Loads each warpgroup's rows of Q as soon as its buffer is free."""
+def _load_q(
+    q_desc, at: Shared, done, tile: Tile, n: Sizes, FIRST: gl.constexpr, END: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Loads the rows of Q of some warpgroups as soon as their buffers are free."""
     buffer = done % C.q_buffers
-    WARPGROUPS: gl.constexpr = C.warpgroups
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(FIRST, END):
         i = buffer * C.warpgroups + w
         mbarrier.wait(at.q_empty.index(i), ((done // C.q_buffers) & 1) ^ 1)
         mbarrier.expect(at.q_full.index(i), 64 * C.width * 2)
@@ -143,17 +145,23 @@ def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
             gl.store(source.counter, 0)
         return more, spot, tile
     else:
-        return _met(number_of(done, C), spot, source, n, C)
+        return _met(number_of(done), spot, source, n, C)
 
 
 @gluon.jit
 def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     """Loads what the consumers will read, in their order; V one K/V tile behind K."""
-    meet_other_launches(1)
+    WARPGROUPS: gl.constexpr = C.warpgroups
+    BEFORE_K: gl.constexpr = 1 if C.foresees else C.warpgroups
     done = 0  # tiles of queries
     count = 0  # K/V tiles
     due = Due(False, 0, 0, 0, 0, 0)
+    if not C.foresees:
+        meet_other_launches(1)
     more, spot, tile = first_tile(source, n, C)
+    if C.foresees:
+        settle(tile.row + tile.head + tile.batch, 1)
+        meet_other_launches(1)
     if C.is_uneven and C.num_known == 0:
         post(tile, more, 0, at.notes, C)
     while more:
@@ -164,12 +172,14 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
         if C.q_buffers == 1:  # a single buffer of Q is free only after the last V before it
             _load_v(source, at, count, due, C)
             due = Due(False, 0, 0, 0, 0, 0)
-        _load_q(source.q, at, done, tile, n, C)
+        _load_q(source.q, at, done, tile, n, 0, BEFORE_K, C)
         for i in range(end - start):
             key = tile.k_start + (end - 1 - i) * C.block_n
             page = _page_of(key, batch, source.lengths, C)
             following = Due(True, key, head, batch, tile.seqlen_k, page)
             _load_k(source, at, count, following, C)
+            if i == 0:  # the first warpgroup can begin
+                _load_q(source.q, at, done, tile, n, BEFORE_K, WARPGROUPS, C)
             _load_v(source, at, count, due, C)
             due = following
             count += 1

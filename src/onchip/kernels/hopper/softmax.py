@@ -109,6 +109,16 @@ def row_sums(p):
 
 
 @gluon.jit
+def widened(x, BN: gl.constexpr):
+    """All columns of a tile of which `x` may be the left half; the others are 0."""
+    if x.shape[1] < BN:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+        x = gl.permute(gl.join(x, gl.zeros_like(x)), (0, 2, 1))
+        x = gl.convert_layout(gl.reshape(x, [x.shape[0], BN]), LAYOUT, assert_trivial=True)
+    return x
+
+
+@gluon.jit
 def scaled_sums(l, factor):
     """Row sums times a factor for each row."""
     layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)

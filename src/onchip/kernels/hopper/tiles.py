@@ -136,12 +136,9 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
 
 
 @gluon.jit
-def number_of(done, C: gl.constexpr):
-    """A CTA's tile number `done` where none are drawn; of those that differ there and back."""
-    place = gl.program_id(0)
-    if C.is_cut:
-        place = gl.where((done & 1) == 1, gl.num_programs(0) - 1 - place, place)
-    return done * gl.num_programs(0) + place
+def number_of(done):
+    """A CTA's tile number `done` where none are drawn."""
+    return done * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
