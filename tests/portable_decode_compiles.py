@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
-from onchip.kernels.portable import decode, decode_direct
+from onchip.kernels.portable import decode, decode_direct, decode_tall
 from onchip.kernels.portable.decode_config import choose_decode
 from onchip.problem import Mask, Op, Params, Problem, Tensors
 from tests import compile_only
+from tests.hopper_forward_compiles import walks
 
 FEATURES = {
     "page_16": {},
@@ -27,7 +28,14 @@ FEATURES = {
     "wide": {"seqlen_q": 16, "window": (1023, 0)},
     "terms": {"softcap": 30.0, "terms": True},
     "dense_cache": {"page": 32768, "batch": 4},
-}
+    "tall_64": {"seqlen_q": 16},
+    "tall_128": {"seqlen_q": 32},
+    "tall_pages_of_256": {"seqlen_q": 32, "page": 256},
+    "tall_float16": {"seqlen_q": 32, "page": 256, "dtype": torch.float16,
+                     "kv_dtype": torch.float16},
+    "tall_balanced": {"seqlen_q": 32, "batch": 64},
+    "tall_blocks": {"seqlen_q": 64},
+}  # fmt: skip
 
 
 def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
@@ -36,11 +44,11 @@ def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 
 def pose(
     arch, dim, batch=1, seqlen_q=1, page=16, window=(-1, 0), softcap=0.0, terms=False,
-    kv_dtype=torch.bfloat16, heads=32, kv_heads=8, seqlen_k=32768,
+    kv_dtype=torch.bfloat16, dtype=torch.bfloat16, heads=32, kv_heads=8, seqlen_k=32768,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
     """A problem as if on a GPU of `arch`, with tensors that hold no data."""
     columns = seqlen_k // page
-    q = _empty(batch, seqlen_q, heads, dim)
+    q = _empty(batch, seqlen_q, heads, dim, dtype=dtype)
     k, v = (_empty(batch * columns, page, kv_heads, dim, dtype=kv_dtype) for _ in range(2))
     tensors = Tensors(q, k, v)
     tensors.block_table = _empty(batch, columns, dtype=torch.int32)
@@ -66,11 +74,14 @@ def resources(cases: list[dict]) -> list[dict]:
             decode.attn_decode_portable,
             decode.attn_decode_merge_portable,
             decode_direct.attn_decode_direct,
+            decode_tall.attn_decode_tall,
         )
         for call in compile_only.captured_of(kernels, launch):
             binary = compile_only.compiled(call, case["arch"])
-            name = {"kernel": call.kernel.__name__}
-            found.append(case | name | compile_only.resources(binary))
+            used = {"kernel": call.kernel.__name__} | compile_only.resources(binary)
+            if used.get("wgmma"):
+                used["walks"] = walks(compile_only.disassembly(binary))
+            found.append(case | used)
     return found
 
 

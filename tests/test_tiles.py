@@ -208,6 +208,14 @@ def test_pieces_of_a_decode():
     assert found.imbalance == 132 / 128 and found.re_reads == 1
     alone = predict(problem, Hardware.named("H200"), replace(config, splits=1)).tilings["decode"]
     assert (alone.num_programs, alone.idle_sms) == (8, 124)
+    many = replace(problem, seqlen_q=32, tokens_q=32)
+    tall = predict(many, Hardware.named("H200"), choose_decode(many, 132)).tilings["split"]
+    assert (tall.num_programs, tall.idle_sms, tall.blocks_per_sm) == (128, 4, 1)
+    assert tall.shared == {"k": 96 * KIB, "v": 96 * KIB, "q": 32 * KIB} and tall.waste < 1.001
+    assert tall.re_reads == 1 and sum(tall.registers.values()) == 144
+    some = replace(problem, seqlen_q=16, tokens_q=16)
+    found = predict(some, Hardware.named("H200"), choose_decode(some, 132)).tilings["split"]
+    assert (found.num_programs, found.waves, found.blocks_per_sm) == (256, 1, 2)
     with pytest.raises(ValueError, match="needs 1570 KiB of shared memory; H200 gives 227 KiB"):
         predict(problem, Hardware.named("H200"), replace(config, num_stages=49))
     with pytest.raises(ValueError, match="seqlen_k: got 0"):

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from onchip.kernels.portable import backward_config, config, decode, decode_direct
+from onchip.kernels.portable import backward_config, config, decode, decode_direct, decode_tall
 from onchip.kernels.portable import forward as portable_forward
 from onchip.kernels.portable.backward_config import BackwardConfig, choose_backward
 from onchip.kernels.portable.config import Config, choose_forward
@@ -43,6 +43,7 @@ DECODES = (
     ("sm_90", 256, "speculative"),
     ("sm_90", 128, "terms"),
     *(("sm_80", 128, name) for name in ("page_16", "wide")),
+    *(("sm_90", 128, name) for name in ("tall_64", "tall_128")),
 )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ def decoding(arch: str, dim: int, features: str) -> dict:
         decode.attn_decode_portable,
         decode.attn_decode_merge_portable,
         decode_direct.attn_decode_direct,
+        decode_tall.attn_decode_tall,
     )
     call = compile_only.captured_of(kernels, launch)[0]
     return _used(compile_only.compiled(call, arch), config)

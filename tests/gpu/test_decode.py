@@ -137,6 +137,94 @@ def test_keys_before_a_window_are_never_multiplied(decode):
         assert torch.equal(again, out) and torch.equal(lse_again, lse)
 
 
+TALL = {
+    "pages_of_16": Case((16,) * 4, (3530, 70, 0, 1), page=16, causal=True, **GQA),
+    "pages_of_32": Case((5, 5), (1530, 31), page=32, causal=True, **GQA),
+    "pages_of_64": Case((5, 5), (1530, 64), page=64, causal=True, **GQA),
+    "pages_of_128": Case((40,) * 3, (1530, 17, 256), page=128, causal=True, **GQA),
+    "pages_of_256": Case((20, 20), (5300, 256), page=256, causal=True, sinks=True, **GQA),
+    "two_blocks": Case((64,) * 3, (1900, 20, 64), page=16, causal=True, **GQA),
+    "not_causal": Case((20, 20), (1900, 33), page=64, **GQA),
+    "sees_later_keys": Case((20, 20), (1900, 33), page=64, window=(-1, 7), **GQA),
+    "dense": Case((20, 20), (1900, 170), used=True, causal=True, **GQA),
+    "dense_whole": Case((20, 20), (1900, 1900), causal=True, sinks=True, **GQA),
+    "packed": Case((20, 0, 33), (1900, 17, 80), page=16, packed=True, causal=True, **GQA),
+    "one_page": Case((20, 20), (77, 90), page=90, causal=True, **GQA),
+    "many": Case((16,) * 40, (500, 3) * 20, page=16, causal=True, heads=16, kv_heads=4),
+    "many_rows": Case((48,) * 20, (300, 70) * 10, page=32, causal=True, heads=32, kv_heads=4),
+    "one_query": Case((1, 1), (1900, 70), page=16, heads=32, kv_heads=1),
+    "one_head": Case((30, 30), (1900, 100), page=16, causal=True, heads=3, kv_heads=3),
+    "groups_of_3": Case((30, 30), (1900, 100), page=16, causal=True, heads=6, kv_heads=2),
+}
+
+
+def cut_configs(decode, call):
+    """Five pieces, and pieces cut on the device."""
+    return list(configs(decode, call))[1:]
+
+
+@pytest.mark.parametrize("name", TALL)
+def test_tall_walk(decode, name):
+    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for config in cut_configs(decode, call):
+        assert config.tall
+        for _ in range(2):
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+WHOLE = ("pages_of_16", "pages_of_256", "two_blocks", "dense_whole", "packed")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_tall_walk_of_whole_sequences(decode, name):
+    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=F16), "cuda")
+    config = next(configs(decode, call))
+    for _ in range(2):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "two_blocks"])
+def test_tall_walk_reads_no_table_entry_past_the_end(decode, name):
+    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for b, length in enumerate(call.case.lengths_k):
+        past = call.tensors.block_table[b, -(-length // call.case.page) :]
+        past.fill_((2**31 - 1, -(2**31), 10**6, -1)[b])
+    for config in cut_configs(decode, call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("queries", [6, 30])  # one warpgroup, and two
+def test_tall_walk_keeps_what_is_not_finite_to_its_rows(decode, queries, poison):
+    case = Case((queries,), (1500,), heads=4, page=16, causal=True, dtype=BF16, dim=128, dim_v=128)
+    call = build(case, "cuda")
+    _, _, v = call.sequences[0]
+    for key in (3, 1490, 1499):
+        page = call.tensors.block_table[0, key // 16]
+        for x in (call.tensors.v[page, key % 16], v[key]):
+            x[0, key % 128] = poison
+    for config in cut_configs(decode, call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("seqlen_q", [16, 48])
+def test_tall_walk_of_a_cache_by_index_and_at_new_addresses(seqlen_q):
+    """Repeated calls describe k and v at their own addresses."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        k, v = (torch.randn(5, 1100, 2, 128, device="cuda", dtype=BF16) for _ in range(2))
+        q = torch.randn(3, seqlen_q, 8, 128, device="cuda", dtype=BF16)
+        index = torch.tensor([4, 0, 2], device="cuda", dtype=torch.int32)
+        lengths = torch.tensor([1100, 1, 333], device="cuda", dtype=torch.int32)
+        out = onchip.attention_with_kvcache(
+            q, k, v, cache_seqlens=lengths, cache_batch_idx=index, causal=True
+        )
+        for b, (row, n) in enumerate(zip(index.tolist(), lengths.tolist(), strict=True)):
+            keys = (x[row : row + 1, :n] for x in (k, v))
+            want, _ = reference.attention(q[b : b + 1], *keys, causal=True)
+            torch.testing.assert_close(out[b : b + 1].double(), want, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (80, 48), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", ["pages_of_16", "several", "wide", "packed"])
 def test_head_dimensions(decode, name, dims):
@@ -166,7 +254,7 @@ def _cache(batch, longest, page=16, heads=8, kv_heads=2, dim=128, seqlen_q=1):
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("seqlen_q", [1, 2, 16])  # the narrow walk, and the wide one
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4, 16, 40])  # the narrow walk, the wide, the tall
 def test_one_split_is_batch_invariant(seqlen_q, kv_dtype):
     q, k, v, table = _cache(37, 3000, seqlen_q=seqlen_q)
     k, v = k.to(kv_dtype), v.to(kv_dtype)
@@ -204,9 +292,10 @@ def test_every_schedule_is_bitwise_reproducible():
         assert all(torch.equal(outs[0], out) for out in outs)
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 16])
 @pytest.mark.parametrize("batch", [2, 200])
-def test_a_cuda_graph_follows_changed_lengths_and_tables(batch):
-    q, k, v, table = _cache(batch, 2000)
+def test_a_cuda_graph_follows_changed_lengths_and_tables(batch, seqlen_q):
+    q, k, v, table = _cache(batch, 2000, seqlen_q=seqlen_q)
     lengths = torch.full((batch,), 2000, device="cuda", dtype=torch.int32)
 
     def call():

@@ -1,8 +1,8 @@
 """What a decode's tiles use of an SM, and how its pieces of the keys fill a GPU.
 
 Configs are taken by their fields: rows, row_blocks, groups, block_n, num_warps, num_stages,
-splits, direct, and the method `programs`. Shared memory is what the compiler uses (triton 3.6; a
-test compiles and compares).
+splits, direct, tall, and the method `programs`. Shared memory is what the compiler uses (triton
+3.6; a test compiles and compares).
 """
 
 from __future__ import annotations
@@ -55,11 +55,19 @@ def buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
 
 def registers(problem: Problem, config: Any, hardware: Hardware) -> dict[str, int]:
     """Registers of a thread by the tile that they hold; operands on their way are not counted."""
-    threads = hardware.warp * config.num_warps
+    threads = hardware.warp * _computing(config)
     scores = config.rows * config.block_n // threads
     # Groups of tokens each sum up an output of their own.
     outputs = max(1, config.groups) * config.rows * padded(problem.head_dim_v) // threads
-    return {"o": outputs, "s": scores, "p": -(-scores // 2)}
+    found = {"o": outputs, "s": scores, "p": -(-scores // 2)}
+    if config.tall:
+        found["q"] = config.rows * padded(problem.head_dim) // threads // 2
+    return found
+
+
+def _computing(config: Any) -> int:
+    """Warps of a program that compute: all but the tall walk's producer and its idle neighbours."""
+    return config.num_warps - 4 if config.tall else config.num_warps
 
 
 def tiling(
@@ -88,6 +96,7 @@ def tiling(
         why = f"needs {kib(needed)} of shared memory; {hardware.name} gives {kib(allowed)}"
         raise ValueError(f"config: got {shape}, which {why}")
     used = min(MAX_REGISTERS, sum(held.values()) + OTHER_REGISTERS)
+    used = -(-used * _computing(config) // config.num_warps)  # of all warps alike
     blocks, limiter = resident_blocks(hardware, config.num_warps, needed, used)
     units = problem.num_kv_heads * config.row_blocks
     num_programs, num_sms = units * config.programs(problem, hardware.num_sms), hardware.num_sms

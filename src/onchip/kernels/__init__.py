@@ -36,6 +36,9 @@ ALL_FEATURES = frozenset(
 #: (one, and speculative ones). Others go there where keys are many. H200, 2026-11-30, causal, 1k
 #: to 32k keys: 1.3 to 17 times the speed of a forward that does not cut the keys.
 MAX_DECODE_QUERIES, FEW_QUERIES = 64, 16
+#: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-11-30: with
+#: 17 and more the walk for many rows takes as long as the other for up to 64, and less for more.
+FEW_ROWS = 16
 #: Multiprocessors of an H100 and an H200: programs beyond them gain nothing from cut keys.
 NUM_SMS = 132
 #: What counts as many keys.
@@ -189,6 +192,30 @@ _PORTABLE_LIMITS = {
 }
 
 
+def tall_block_n(problem: Problem) -> int:
+    """Keys of a tile of the decode's walk for many rows; see `portable.decode_config`."""
+    return 64 if problem.seqlen_q * problem.group <= 128 else 128
+
+
+def suits_tall(problem: Problem) -> bool:
+    """Whether the decode has its walk for many rows, which reads keys once for 128 of them."""
+    size = problem.page_size
+    fits = size % tall_block_n(problem) == 0 or size in (16, 32, 64)
+    return (
+        problem.arch == "sm_90"
+        and problem.seqlen_q * problem.group > FEW_ROWS
+        and problem.head_dim == problem.head_dim_v == 128
+        and problem.dtype == problem.kv_dtype
+        and problem.dtype in (torch.float16, torch.bfloat16)
+        and (fits or size >= problem.seqlen_k)
+        and problem.seqlen_k > 0
+        and problem.scale > 0
+        and problem.mask.left < 0
+        and not (problem.leftpad or problem.softcap or problem.alibi or problem.kv_scales)
+        and not problem.unaligned
+    )
+
+
 def _decode_reasons(problem: Problem) -> list[str]:
     """It cuts keys, not queries: few queries over the keys of a cache, or over many."""
     if problem.seqlen_q > MAX_DECODE_QUERIES:
@@ -202,6 +229,8 @@ def _decode_reasons(problem: Problem) -> list[str]:
             f"no tensor of key lengths, not {problem.seqlen_k}"
         ]
     blocks = -(-problem.seqlen_q * problem.group // 64)  # of rows: each reads the keys
+    if suits_tall(problem):
+        blocks = 1
     if not always and blocks > 2 and problem.batch * problem.num_kv_heads * blocks > NUM_SMS:
         # H200, 2026-11-30, 8 sequences, 32/8 heads, S_q = 64: 4k keys 116 us against 106 of the
         # forward, 32k 866 against 764; S_q = 32 69 against 111 and 441 against 785.

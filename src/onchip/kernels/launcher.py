@@ -26,18 +26,30 @@ _DIRECT = {(3, 6)}
 _MAX_DESCRIBED = 256  # addresses that a launch keeps tensor maps of
 
 
+class Address:
+    """What a tensor descriptor wants of a tensor."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: int):
+        self._place = place
+
+    def data_ptr(self) -> int:
+        return self._place
+
+
 class Described:
     """A tensor descriptor for launches after the first: what Triton reads of one, unchecked.
 
     Args:
-        base: the tensor whose memory it describes.
+        base: the tensor whose memory it describes, or its address.
         shape: sizes, outermost first.
         strides: in elements; the last is 1.
     """
 
     __slots__ = ("base", "padding", "shape", "strides")
 
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]):
+    def __init__(self, base: torch.Tensor | Address, shape: list[int], strides: list[int]):
         self.base = base
         self.shape = shape
         self.strides = strides
@@ -108,6 +120,21 @@ class Launch:
         """
         assert self._run is not None
         return self._run, (*self._grid, stream, *self._head)
+
+    def mapped(self, number: int, address: int, like: Described) -> list:
+        """What stands for descriptor `number`, where tensors are addresses.
+
+        Only while `is_direct`.
+
+        Args:
+            number: of the kernel's descriptors, in their order.
+            address: where its memory begins.
+            like: a descriptor of the same shape and strides.
+        """
+        found = self._described.get((number, address))
+        if found is None:
+            found = self._map(Described(Address(address), like.shape, like.strides), number)
+        return found
 
     def __call__(self, *args) -> None:
         """Launches on the device's current stream.

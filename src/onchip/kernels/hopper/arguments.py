@@ -17,7 +17,7 @@ from onchip.bounded import Bounded
 from onchip.kernels import NUM_SMS
 from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
-from onchip.kernels.launcher import Described, Launch
+from onchip.kernels.launcher import Address, Described, Launch
 from onchip.problem import Layout, Problem, Tensors
 
 LOG2E = math.log2(math.e)
@@ -157,18 +157,6 @@ class Code:
         Values that a row does not see are multiplied by its P = 0, and sums may overflow.
         """
         return self.is_cut or not self.maxima
-
-
-class Address:
-    """What a tensor descriptor wants of a tensor."""
-
-    __slots__ = ("_place",)
-
-    def __init__(self, place: int):
-        self._place = place
-
-    def data_ptr(self) -> int:
-        return self._place
 
 
 class Resolved:

@@ -1,94 +1,20 @@
-"""What Gluon renamed between the releases of Triton that this package runs on.
-
-The names are chosen where they are defined: Triton 3.6 looks up the names in both branches of
-an `if` inside of a kernel.
-"""
+"""Gluon's names that the Hopper kernels use; see `onchip.kernels.gluon_names`."""
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
+from onchip.kernels.gluon_names import (  # noqa: F401
+    TensorDescriptor,
+    as_tile,
+    as_tiles,
+    builtin,
     fence_async_shared,
+    gl,
+    in_pieces,
     mbarrier,
     tma,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
-
-if hasattr(tma, "async_load"):
-
-    @gluon.jit
-    def tma_load(descriptor, place, barrier, tile):
-        """Starts to copy a tile of global memory; the barrier counts its bytes (3.8 and later)."""
-        tma.async_load(descriptor, place, barrier, tile)
-
-    @gluon.jit
-    def tma_store(descriptor, place, tile):
-        """Starts to copy a tile to global memory; `tma.store_wait` waits for it."""
-        tma.async_store(descriptor, place, tile)
-
-else:
-
-    @gluon.jit
-    def tma_load(descriptor, place, barrier, tile):
-        """Starts to copy a tile of global memory; the barrier counts its bytes (3.6, 3.7)."""
-        tma.async_copy_global_to_shared(descriptor, place, barrier, tile)
-
-    @gluon.jit
-    def tma_store(descriptor, place, tile):
-        """Starts to copy a tile to global memory; `tma.store_wait` waits for it."""
-        tma.async_copy_shared_to_global(descriptor, place, tile)
-
-
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def as_tile(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """The same shared memory as a tile of another type and shape (3.9)."""
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-
-    @gluon.jit
-    def as_tiles(memory, descriptor, SHAPE: gl.constexpr):
-        """The same shared memory in another shape, laid out for a descriptor (3.9)."""
-        return memory.reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
-
-else:
-
-    @gluon.jit
-    def as_tile(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """The same shared memory as a tile of another type and shape (3.6 to 3.8)."""
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
-
-    @gluon.jit
-    def as_tiles(memory, descriptor, SHAPE: gl.constexpr):
-        """The same shared memory in another shape, laid out for a descriptor (3.6 to 3.8)."""
-        return memory._reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
-
-
-@gluon.jit
-def in_pieces(tiles, descriptor, NUMBER: gl.constexpr, ROWS: gl.constexpr):
-    """The same shared memory as so many tiles of a descriptor, 64 columns each."""
-    SHAPE: gl.constexpr = [NUMBER, 1, 1, ROWS, 64]
-    return as_tiles(tiles, descriptor, SHAPE)
-
-
-if hasattr(tma, "async_atomic_add"):
-
-    @gluon.jit
-    def tma_reduce_add(descriptor, place, tile):
-        """Memory += a tile (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it (3.8)."""
-        tma.async_atomic_add(descriptor, place, tile)
-
-else:
-
-    @builtin
-    def tma_reduce_add(descriptor, place, tile, _semantic=None):
-        """Memory += a tile (cp.reduce.async.bulk.tensor); `tma.store_wait` waits for it."""
-        place = _semantic._convert_to_ir_values(place, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(
-            ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, tile.handle
-        )

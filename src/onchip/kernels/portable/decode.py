@@ -11,7 +11,8 @@ launch; with many that program would read for longer than a second launch takes,
 In the narrow walk (few rows) tokens are the M side of the matrix products and rows the N side,
 whose least size is 8. The tokens of a tile are dealt to as many groups as there are warps; each
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
-once, at the end. The wide walk (more rows) has rows as M and one set of statistics.
+once, at the end. The wide walk (more rows) has rows as M and one set of statistics. On Hopper
+one query a sequence and many rows have walks of their own (`decode_direct`, `decode_tall`).
 
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
 at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
@@ -39,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.bounded import Bounded
-from onchip.kernels.launcher import Launch
+from onchip.kernels.launcher import Address, Described, Launch
 from onchip.kernels.portable import decode_workspace, masks
 from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
@@ -394,6 +395,8 @@ class Plan:
         programs = config.programs(problem, num_sms)
         self.room = (units * programs * spec.kept, spec.width_v, problem.batch * units)
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
+        self.tall = None
+        self.like: tuple[Described, ...] = ()  # of k and v, where the kernel reads them by TMA
         # See `forward._resolve`: rows that are only 2-byte aligned.
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
@@ -405,6 +408,14 @@ class Plan:
             self.numbers = (*self.numbers, stages)
             self.run = Launch(attn_decode_direct, (units, programs), index,
                               num_warps=config.num_warps, maxnreg=128)  # fmt: skip
+        elif config.tall:
+            from onchip.kernels.portable import decode_tall
+
+            self.tall = decode_tall.Tall(spec)
+            found = (self.tall.described(x) for x in (tensors.k, tensors.v))
+            self.like = tuple(Described(Address(0), x.shape, x.strides) for x in found)
+            self.numbers = (*self.numbers[:-1], self.tall, stages)
+            self.run = decode_tall.launcher(self.tall, (units, programs), index)
         else:
             self.run = Launch(attn_decode_portable, (units, programs), index,
                               num_warps=config.num_warps, num_stages=stages)  # fmt: skip
@@ -430,11 +441,21 @@ class Plan:
         partials = (None, None, None)
         if self.spec.merges:
             partials = decode_workspace.take(out.device, *self.room)
-        self.run(t.q, t.k, t.v, out, lse, t.block_table, *_optional_tensors(t), *partials,
+        keys = (t.k, t.v)
+        if self.like:
+            keys = (*self._described(t), t.v)
+        self.run(t.q, *keys, out, lse, t.block_table, *_optional_tensors(t), *partials,
                  *self.numbers)  # fmt: skip
         if self.merge is not None:
             self.merge(out, lse, t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.sinks, t.v_scale,
                        *partials[:2], *self.merge_numbers)  # fmt: skip
+
+    def _described(self, t: Tensors) -> tuple:
+        """k and v as descriptors; Triton looks at real ones at the first launch."""
+        if not self.run.is_resolved:
+            return self.tall.described(t.k), self.tall.described(t.v)
+        pairs = zip((t.k, t.v), self.like, strict=True)
+        return tuple(Described(x, like.shape, like.strides) for x, like in pairs)
 
 
 _plans: Bounded[tuple, Plan] = Bounded(1024)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from onchip.kernels import suits_tall, tall_block_n
 from onchip.kernels.portable.config import padded
 from onchip.problem import Layout, Problem
 
@@ -40,6 +41,7 @@ class DecodeConfig:
         balanced: whether unequal lengths are cut evenly on the device.
         min_tiles: fewest tiles in a piece.
         direct: whether `decode_direct` walks.
+        tall: whether `decode_tall` walks.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class DecodeConfig:
     balanced: bool
     min_tiles: int = MIN_TILES
     direct: bool = False
+    tall: bool = False
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""
@@ -98,8 +101,11 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         num_sms: multiprocessors of the GPU.
         is_aligned: whether all rows begin at multiples of 16 bytes, as `decode_direct` needs.
     """
-    walks_direct = is_aligned and suits_direct(problem)
-    tile = _direct_tile(problem, num_sms) if walks_direct else _tile(problem)
+    walks_direct, is_tall = (is_aligned and suits(problem) for suits in (suits_direct, suits_tall))
+    if is_tall:
+        tile = _tall_tile(problem)
+    else:
+        tile = _direct_tile(problem, num_sms) if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
     if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
@@ -113,6 +119,8 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
         if walks_direct:
             two = _wants_two(problem, units * num_tiles // num_sms)
+        elif is_tall:
+            two = tile.rows == 64
         else:
             # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
             # memory pipes busy only with two programs on it.
@@ -123,7 +131,7 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         stages = min(stages, 3)
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles, walks_direct,
+        splits, balanced, min_tiles, walks_direct, is_tall,
     )  # fmt: skip
 
 
@@ -192,6 +200,19 @@ def _tile(problem: Problem) -> _Tile:
     stages = _stages(problem, block_n, width, 3) if nvidia else 1
     warps = 8 if rows * width >= 4096 else 4  # fewer would spill
     return _Tile(rows, -(-all_rows // rows), 0, block_n, warps, stages)
+
+
+def _tall_tile(problem: Problem) -> _Tile:
+    """Rows of one or two warpgroups, beside the producer's; of 64 rows two programs share an SM.
+
+    H200, 2026-11-30, 64/8 heads: 64 queries (512 rows) of 8 sequences of 16k take 494 us with
+    tiles of 128 keys and 538 with 64; 16 queries (128 rows) 154 and 146, and of one of 32k 60 and
+    46, since fewer tiles are in flight.
+    """
+    all_rows, block_n = problem.seqlen_q * problem.group, tall_block_n(problem)
+    if all_rows <= 64:
+        return _Tile(64, 1, 0, block_n, 8, 3)
+    return _Tile(128, -(-all_rows // 128), 0, block_n, 12, 384 // block_n)
 
 
 # Shared memory of a program that still lets the GPU hide latency, by architecture.

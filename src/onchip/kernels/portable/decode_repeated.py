@@ -60,13 +60,15 @@ class Repeated:
         self._num_floats = num_rows * (width + 2)
         spare = 0 if wants_lse else math.prod(plan.lse_shape)
         self._room = (self._num_floats + spare, num_counters)
+        self._like = plan.like  # of k and v, where the kernel reads them by TMA
         self._places: dict[int, _Place] = {}  # of each stream
 
     @property
     def is_ready(self) -> bool:
         """Whether it may be called now."""
-        merge = self._plan.merge
-        return self._plan.run.takes_addresses and (merge is None or merge.takes_addresses)
+        run, merge = self._plan.run, self._plan.merge
+        ready = run.is_direct if self._like else run.takes_addresses
+        return ready and (merge is None or merge.takes_addresses)
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
@@ -82,7 +84,12 @@ class Repeated:
             spare = lse.data_ptr()
         at = out.data_ptr()
         q_at, k_at, v_at, *others = places
-        run(*head, q_at, k_at, v_at, at, spare, *others, *tail)
+        if self._like:
+            mapped = self._plan.run.mapped
+            keys = (*mapped(0, k_at, self._like[0]), *mapped(1, v_at, self._like[1]), v_at)
+        else:
+            keys = (k_at, v_at)
+        run(*head, q_at, *keys, at, spare, *others, *tail)
         if merge is not None:
             _, packed, used, pad, _, sinks, _, v_scale = others
             run, head, tail = merge

@@ -1,0 +1,399 @@
+"""Device functions of the tall decode's consumers: 64 rows against the tiles of a piece.
+
+A row that sees no key has the maximum -inf; partial results say `LOWEST` instead, as `decode`'s.
+
+Legend: BN keys of a tile, W number of a consumer warpgroup; see `decode_tall`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+
+from onchip.kernels.gluon_names import (
+    as_tile,
+    fence_async_shared,
+    gl,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onchip.kernels.gluon_rows import (
+    base_of,
+    operand,
+    packed,
+    rescaled,
+    row_maximum,
+    row_sums,
+    scaled_sums,
+)
+
+_LOWEST = gl.constexpr(-3.0e38)  # see `decode_tiles.LOWEST`
+_LOG2E = gl.constexpr(1.4426950408889634)
+_LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Piece(NamedTuple):
+    """What a CTA walks; a sequence without keys is one tile of which no row sees a key."""
+
+    batch: object
+    kv_head: object
+    row_start: object  # first row
+    q_start: object  # first query of the sequence in memory
+    num_queries: object
+    length: object  # keys of the sequence
+    start: object  # tiles
+    stop: object
+    count: object  # pieces of the sequence
+    index: object  # which of them this is
+    first_program: object  # program of the first of them
+    exists: object  # whether there is such a piece
+
+
+class Numbers(NamedTuple):
+    """Run-time numbers."""
+
+    stride_qb: object
+    stride_qs: object
+    stride_qh: object
+    stride_vb: object
+    stride_vs: object
+    stride_vh: object
+    seqlen_q: object
+    tokens_q: object
+    num_heads: object
+    right: object
+    scale: object  # times log2(e)
+
+
+class Source(NamedTuple):
+    """Where a CTA's queries and values are read without TMA."""
+
+    q: object
+    v: object
+    table: object  # the sequence's row of the table, or its place where keys lie in one piece
+
+
+class Results(NamedTuple):
+    """Where results go, and the sinks."""
+
+    out: object
+    lse: object
+    sinks: object
+    partial_out: object
+    partial_stats: object
+
+
+class Ring(NamedTuple):
+    """Shared memory."""
+
+    q: object  # (W, 64, D)
+    k: object  # (stages, 1, 1, BN, D)
+    v: object
+    k_full: object
+    v_full: object
+    empty: object
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows, as S and O have them."""
+
+    row: object  # (64,), of the sequence and head of K
+    high: object  # (64,) first key that the row does not see
+    columns: object  # (BN,)
+
+
+class Walk(NamedTuple):
+    """What goes from tile to tile."""
+
+    p: object  # (64, BN) weights of the last S, as `softmax.packed` gives them
+    acc: object  # (64, D) without the last P V
+    m: object  # (64,) maximum of Q K^T
+    l: object  # (64, 4) sums of P
+    odd: object  # whether `_clean` met a value that is not finite
+
+
+@gluon.jit
+def _meet(SPEC: gl.constexpr):
+    """The consumers wait for each other, at a named barrier; ids under 6 are Triton's."""
+    if SPEC.rows == 128:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        x = gl.full([128], 15, gl.int32, LAYOUT)
+        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [x],
+                                  dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _plane(tiles, slot, SPEC: gl.constexpr):
+    return tiles.index(slot).reshape([SPEC.block_n, 128])
+
+
+@gluon.jit
+def _queries(W: gl.constexpr, q, piece: Piece, at: Ring, n: Numbers, SPEC: gl.constexpr):
+    """The warpgroup's rows of Q as wgmma's operand in registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.block_n, 16])
+    row = piece.row_start + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    head = piece.kv_head * SPEC.group + row % SPEC.group
+    token = piece.q_start + row // SPEC.group
+    place = gl.cast(piece.batch, gl.int64) * (n.stride_qb * SPEC.vector)
+    place += token.to(gl.int64) * (n.stride_qs * SPEC.vector) + head * (n.stride_qh * SPEC.vector)
+    inside = row < piece.num_queries * SPEC.group
+    x = gl.load(q + place[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+    tile = at.q.index(W)
+    tile.store(x)
+    return tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+
+
+@gluon.jit
+def _rows(W: gl.constexpr, piece: Piece, n: Numbers, SPEC: gl.constexpr):
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.block_n, 16])
+    row = piece.row_start + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    high = row * 0 + piece.length
+    if SPEC.has_right:
+        position = row // SPEC.group + (piece.length - piece.num_queries)
+        high = gl.minimum(high, position + n.right + 1)
+    return Rows(row, high, gl.arange(0, SPEC.block_n, gl.SliceLayout(0, S_LAYOUT)))
+
+
+@gluon.jit
+def _num_cut(piece: Piece, n: Numbers, SPEC: gl.constexpr):
+    """Tiles of the piece that some row does not see in full."""
+    whole = piece.length
+    if SPEC.has_right:
+        whole = gl.minimum(whole, piece.length - piece.num_queries + n.right + 1)
+    whole = gl.maximum(whole, 0) // SPEC.block_n
+    return gl.maximum(piece.stop - gl.maximum(whole, piece.start), 0)
+
+
+@gluon.jit
+def _wait_for(full, count, STAGES: gl.constexpr):
+    """Waits until tile number `count` is there."""
+    mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+
+
+@gluon.jit
+def _scores(queries, count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
+    """Issues S = Q K^T of tile number `count`."""
+    BN: gl.constexpr = SPEC.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    k = _plane(at.k, count % STAGES, SPEC).permute((1, 0))
+    s = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    return warpgroup_mma(queries, k, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _product(walk: Walk, count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
+    """Issues O += P V of tile number `count`."""
+    v = _plane(at.v, count % STAGES, SPEC)
+    return warpgroup_mma(operand(walk.p, at.q.dtype, SPEC), v, walk.acc, is_async=True)
+
+
+@gluon.jit
+def _masked(s, key, rows: Rows):
+    """S with what its rows do not see at -inf; `key` is the tile's first."""
+    return gl.where((rows.high - key)[:, None] > rows.columns[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _marks(words, DTYPE: gl.constexpr):
+    """Bits 15 and 31 of words of two values: whether the value is not finite; others are noise.
+
+    1 added to an exponent of ones carries into the sign's place.
+    """
+    if DTYPE.is_bf16():
+        return (words & 0x7F807F80) + 0x00800080
+    else:
+        return (words & 0x7C007C00) + 0x04000400
+
+
+@gluon.jit
+def _clean(count, key, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
+    """Makes values of a tile that some rows do not see fit to be multiplied by 0.
+
+    What lies past the sequence's end and what is not finite becomes 0. Consumers that find such
+    values wait for each other before they write, so that all find them; they write the same.
+
+    Returns:
+        Whether a value was not finite.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    BN: gl.constexpr = SPEC.block_n
+    SHAPE: gl.constexpr = [STAGES, BN, 64]
+    _wait_for(at.v_full, count, STAGES)
+    tile = as_tile(at.v, gl.int32, SHAPE, WORDS).index(count % STAGES)
+    token = key + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    inside = (token < piece.length)[:, None]
+    marks = _marks(gl.where(inside, tile.load(LAYOUT), 0), at.q.dtype)
+    odd = (gl.reduce(gl.reduce(marks, 1, _or), 0, _or) & -0x7FFF8000) != 0
+    if odd | (key + BN > piece.length):
+        words = gl.where(inside, tile.load(LAYOUT), 0)  # again, rather than to hold it so long
+        _meet(SPEC)
+        marks = _marks(words, at.q.dtype)
+        tile.store(words & ~(((marks >> 15) & 0x00010001) * 0xFFFF))
+        fence_async_shared()
+    return gl.where(odd, 1, 0)
+
+
+@gluon.jit
+def _with_nonfinite(acc, cut, rows: Rows, piece: Piece, source: Source, n: Numbers,
+                    SPEC: gl.constexpr):  # fmt: skip
+    """Adds values that `_clean` took for 0 to exactly the rows that see them.
+
+    Key by key, since 0 times such a value is NaN. Behind all products: a branch among them that
+    changes O serialises wgmma (C7514).
+    """
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    high = gl.convert_layout(rows.high, gl.SliceLayout(1, O_LAYOUT))
+    column = gl.arange(0, 128, gl.SliceLayout(0, O_LAYOUT))
+    head = source.v + piece.kv_head * (n.stride_vh * SPEC.vector)
+    for key in range((piece.stop - cut) * SPEC.block_n, piece.length):
+        page, row = source.table, key
+        if SPEC.page_size > 0:
+            page, row = gl.load(source.table + key // SPEC.page_size), key % SPEC.page_size
+        place = gl.cast(page, gl.int64) * n.stride_vb + gl.cast(row, gl.int64) * n.stride_vs
+        value = gl.load(head + place * SPEC.vector + column).to(gl.float32)
+        value = gl.where(gl.abs(value) < float("inf"), 0.0, value)
+        acc += gl.where((high > key)[:, None], value[None, :], 0.0)
+    return acc
+
+
+@gluon.jit
+def _first(queries, is_cut, rows: Rows, piece: Piece, at: Ring, n: Numbers, SPEC: gl.constexpr,
+           STAGES: gl.constexpr):  # fmt: skip
+    """The walk after the piece's last tile, which comes first."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    key = (piece.stop - 1) * SPEC.block_n
+    _wait_for(at.k_full, 0, STAGES)
+    s = _scores(queries, 0, at, SPEC, STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    s = _masked(s, key, rows)
+    m = row_maximum(s)
+    weights = gl.exp2(s * n.scale - (base_of(m, True) * n.scale)[:, None])
+    l = row_sums(weights)
+    p = packed(weights, at.q.dtype, SPEC)
+    odd = 0
+    if is_cut:
+        odd = _clean(0, key, piece, at, SPEC, STAGES)
+    return Walk(p, gl.zeros([64, 128], gl.float32, O_LAYOUT), m, l, odd)
+
+
+@gluon.jit
+def _step(
+    queries, walk: Walk, count, rows: Rows, piece: Piece, at: Ring, n: Numbers,
+    MASKED: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """P V of tile number `count`, and the weights of the next."""
+    key = (piece.stop - 2 - count) * SPEC.block_n
+    # Side by side: of two waits apart from each other each costs a barrier of the warpgroup.
+    _wait_for(at.v_full, count, STAGES)
+    _wait_for(at.k_full, count + 1, STAGES)
+    s = _scores(queries, count + 1, at, SPEC, STAGES)
+    acc = _product(walk, count, at, SPEC, STAGES)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if MASKED:
+        s = _masked(s, key, rows)
+    m = gl.maximum(walk.m, row_maximum(s))
+    base = base_of(m, MASKED) * n.scale
+    alpha = gl.exp2(walk.m * n.scale - base)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(at.empty.index(count % STAGES), count=1)
+    acc = rescaled(acc, alpha, SPEC)
+    weights = gl.exp2(s * n.scale - base[:, None])
+    l = scaled_sums(walk.l, alpha) + row_sums(weights)
+    p = packed(weights, at.q.dtype, SPEC)
+    odd = walk.odd
+    if MASKED:
+        odd = gl.maximum(odd, _clean(count + 1, key, piece, at, SPEC, STAGES))
+    return Walk(p, acc, m, l, odd)
+
+
+@gluon.jit
+def _attend(
+    W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
+    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    queries = _queries(W, source.q, piece, at, n, SPEC)
+    rows = _rows(W, piece, n, SPEC)
+    tiles = piece.stop - piece.start
+    cut = _num_cut(piece, n, SPEC)
+    walk = _first(queries, cut > 0, rows, piece, at, n, SPEC, STAGES)
+    for count in range(cut - 1):
+        walk = _step(queries, walk, count, rows, piece, at, n, True, SPEC, STAGES)
+    for count in range(gl.maximum(cut - 1, 0), tiles - 1):
+        walk = _step(queries, walk, count, rows, piece, at, n, False, SPEC, STAGES)
+    _wait_for(at.v_full, tiles - 1, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[_product(walk, tiles - 1, at, SPEC, STAGES)])
+    if walk.odd > 0:
+        acc = _with_nonfinite(acc, cut, rows, piece, source, n, SPEC)
+    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
+    top = gl.where(l == 0.0, _LOWEST, walk.m * n.scale)
+    if piece.count == 1:
+        _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+    elif SPEC.merges:
+        _put_aside(acc, top, l, rows.row - piece.row_start, to, piece, SPEC)
+
+
+@gluon.jit
+def consumer(
+    W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
+    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the piece, if there is one."""
+    if piece.exists:
+        _attend(W, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)
+
+
+@gluon.jit
+def _finish(acc, top, l, row, to: Results, piece: Piece, n: Numbers, HAS_SINKS: gl.constexpr,
+            SPEC: gl.constexpr):  # fmt: skip
+    """Adds the sink, divides and writes; see `decode_results.finish`."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    head = piece.kv_head * SPEC.group + row % SPEC.group
+    inside = row < piece.num_queries * SPEC.group
+    factor = 1.0
+    if HAS_SINKS:
+        sink = gl.load(to.sinks + head, mask=inside, other=float("-inf")).to(gl.float32) * _LOG2E
+        both = gl.maximum(top, sink)
+        factor = gl.exp2(top - both)
+        l = l * factor + gl.exp2(sink - both)
+        top = both
+    inverse = gl.where(l == 0.0, 0.0, factor / l)
+    query = row // SPEC.group
+    token = (piece.q_start + query).to(gl.int64)
+    if SPEC.packed_q:
+        at = head * n.tokens_q + token
+    else:
+        at = (gl.cast(piece.batch * n.num_heads, gl.int64) + head) * n.seqlen_q + query
+        token += gl.cast(piece.batch, gl.int64) * n.seqlen_q
+    value = gl.where(l == 0.0, float("-inf"), (top + gl.log2(l)) * _LN2)
+    gl.store(to.lse + at, value, mask=inside)
+    result = (acc * gl.convert_layout(inverse, ROWS)[:, None]).to(to.out.dtype.element_ty)
+    place = gl.convert_layout((token * n.num_heads + head) * 128, ROWS)
+    column = gl.arange(0, 128, gl.SliceLayout(0, acc.type.layout))
+    seen = gl.convert_layout(inside, ROWS)
+    gl.store(to.out + place[:, None] + column[None, :], result, mask=seen[:, None])
+
+
+@gluon.jit
+def _put_aside(acc, top, l, row, to: Results, piece: Piece, SPEC: gl.constexpr):
+    """Stores a piece's statistics; see `decode_results.put_aside`."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    unit = gl.cast(gl.program_id(0), gl.int64)
+    program = unit * gl.num_programs(1) + piece.first_program + piece.index
+    kept = row < SPEC.kept
+    at = program * SPEC.kept + row
+    gl.store(to.partial_stats + at * 2, top, mask=kept)
+    gl.store(to.partial_stats + at * 2 + 1, l, mask=kept)
+    column = gl.arange(0, 128, gl.SliceLayout(0, acc.type.layout))
+    place = gl.convert_layout(at * 128, ROWS)
+    seen = gl.convert_layout(kept, ROWS)
+    gl.store(to.partial_out + place[:, None] + column[None, :], acc, mask=seen[:, None])

@@ -1,0 +1,193 @@
+"""Script: runs the tall decode's roles in `gluon_model`; saves what they wrote, merged.
+
+Usage: decode_tall_model.py CASES.json OUT.pt
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+
+from tests import hopper_forward_model as model
+from tests.gluon_model import Deadlock, Pointer, _role, set_program
+
+gl = model.gl
+
+import torch  # noqa: E402
+
+
+class Address(Pointer):
+    """A pointer that knows what it points to."""
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.x.dtype)
+
+    def __add__(self, other):
+        return Address(self.x, self.offset + other)
+
+
+def _load(pointer, mask=None, other=None):
+    if not model._is_array(pointer.offset):
+        return model._load(pointer, mask, other)
+    if mask is None:
+        return model._array(pointer.x.view(-1)[pointer.offset])
+    index, mask = torch.broadcast_tensors(pointer.offset, mask)
+    found = pointer.x.view(-1)[index.where(mask, torch.zeros_like(index))]
+    return model._array(found.where(mask, torch.full_like(found, other)))
+
+
+def _cast(x, dtype):
+    return x.to(dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _reduced(x, dim, combine):
+    found = x.select(dim, 0)
+    for i in range(1, x.shape[dim]):
+        found = combine(found, x.select(dim, i))
+    return int(found) if found.dim() == 0 else found
+
+
+_LANGUAGE = {
+    "load": _load,
+    "cast": _cast,
+    "cdiv": lambda a, b: -(-a // b),
+    "program_id": lambda axis: _role.program[axis],
+    "num_programs": lambda axis: model._cta.programs[axis],
+    "min": model._reduce(lambda x, dim: x.amin(dim)),
+    "reduce": lambda x, dim, combine: _reduced(x, dim, combine),
+    "associative_scan": lambda x, dim, add: x.cumsum(dim),
+}
+for _name, _value in _LANGUAGE.items():
+    setattr(gl, _name, _value)
+_tools = types.ModuleType("triton.tools.tensor_descriptor")
+_tools.TensorDescriptor = None
+sys.modules["triton.tools"] = types.ModuleType("triton.tools")
+sys.modules["triton.tools.tensor_descriptor"] = _tools
+
+from onchip.kernels.portable import decode_tall, decode_tall_tiles  # noqa: E402
+from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
+from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec  # noqa: E402
+from tests.portable_cases import Case, build  # noqa: E402
+
+LOG2E = 1.4426950408889634
+
+decode_tall.in_pieces = lambda tiles, descriptor, number, rows: model.Pieces(tiles, rows)
+# Words are assembly; here P stays what they hold.
+decode_tall_tiles.packed = lambda weights, dtype, spec: weights.to(dtype)
+decode_tall_tiles.operand = lambda p, dtype, spec: p
+decode_tall_tiles._marks = lambda words, dtype: (words & 0x7F807F80) + 0x00800080
+
+
+def cut(spec, config, problem, tensors, num_sms, units):
+    """Pieces of each sequence and the first one's program, as `decode._shares` has them."""
+    if tensors.seqused_k is None:
+        lengths = [problem.seqlen_k] * problem.batch
+    else:
+        lengths = tensors.seqused_k.tolist()
+    tiles = [-(-n // spec.block_n) for n in lengths]
+    wanted = [config.splits] * len(tiles)
+    if config.balanced and max(tiles) * len(tiles) * 4 > sum(tiles) * 5:
+        wanted = [-(-n * num_sms * 3 // max(sum(tiles) * units, 1)) for n in tiles]
+    sizes = [max(-(-n // max(w, 1)), spec.min_tiles) for n, w in zip(tiles, wanted, strict=True)]
+    counts = [max(-(-n // size), 1) for n, size in zip(tiles, sizes, strict=True)]
+    firsts = [sum(counts[:b]) if config.balanced else b * config.splits for b in range(len(tiles))]
+    return counts, firsts
+
+
+def merge(out, lse, outs, stats, counts, firsts, problem, tensors, spec):
+    """Merges what pieces put aside, as `attn_decode_merge_portable`. Mutates: out, lse."""
+    group, blocks = problem.group, spec.row_blocks
+    starts = [b * problem.seqlen_q for b in range(problem.batch)]
+    queries = [problem.seqlen_q] * problem.batch
+    if tensors.cu_seqlens_q is not None:
+        starts, queries = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_q.diff().tolist()
+    flat = out.view(-1, problem.num_heads, 128)
+    for b, count in enumerate(counts):
+        for row in range(queries[b] * group * (count > 1)):
+            block, own = divmod(row, spec.rows)
+            query, head = divmod(row, group)
+            for kv_head in range(problem.num_kv_heads):
+                part = kv_head * blocks + block, slice(firsts[b], firsts[b] + count), own
+                tops, sums = stats[part].unbind(-1)
+                top = tops.amax()
+                weights = torch.exp2(tops - top)
+                total, acc = (sums * weights).sum(), (outs[part] * weights[:, None]).sum(0)
+                if tensors.sinks is not None:
+                    total = total + torch.exp(tensors.sinks[kv_head * group + head] - top / LOG2E)
+                flat[starts[b] + query, kv_head * group + head] = acc / total if total else 0
+                value = torch.log(total) + top / LOG2E if total else -torch.inf
+                if tensors.cu_seqlens_q is None:
+                    lse[b, kv_head * group + head, query] = value
+                else:
+                    lse[kv_head * group + head, starts[b] + query] = value
+
+
+def run(problem, tensors, changes: dict, num_sms=4):
+    """out and lse; what the kernel does not write stays NaN."""
+    config = replace(choose_decode(problem, num_sms), **changes)
+    assert config.tall
+    spec = decode_tall.Tall(decode_spec(config, problem, tensors))
+    q, k, v = tensors.q, tensors.k, tensors.v
+    out = torch.full((*q.shape[:-1], 128), torch.nan, dtype=q.dtype)
+    rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
+    lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
+    units, programs = problem.num_kv_heads * config.row_blocks, config.programs(problem, num_sms)
+    outs = torch.full((units * programs, spec.kept, 128), torch.nan)
+    stats = torch.full((units * programs, spec.kept, 2), torch.nan)
+    small = spec.pages_in_tile > 1
+    height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
+    flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]
+    described = [model.Tiles(x, height, width) for x in (k, v)]
+    t = tensors
+    optional = (t.block_table, t.cu_seqlens_q, t.seqused_k, None, None, t.sinks, None, None)
+    pointers = [None if x is None else Address(x) for x in optional]
+    given = (Address(flat[0]), *described, Address(flat[1]), Address(out), Address(lse))
+    partials = (Address(outs), Address(stats), None)
+    numbers = (*decode_numbers(spec, config, problem, tensors), num_sms)
+    model._cta.programs = (units, programs)
+    for y in range(programs):
+        for x in range(units):
+            model._cta.barriers = model.NamedBarriers()
+            set_program((x, y))
+            decode_tall.attn_decode_tall(*given, *pointers, *partials, *numbers, spec,
+                                         config.num_stages)  # fmt: skip
+    outs, stats = (x.view(units, programs, spec.kept, -1) for x in (outs, stats))
+    merge(out, lse, outs, stats, *cut(spec, config, problem, tensors, num_sms, units), problem,
+          tensors, spec)  # fmt: skip
+    return out, lse
+
+
+def _span(x) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def main(cases_file: str, out_file: str) -> None:
+    with open(cases_file) as file:
+        entries = json.load(file)
+    found = []
+    for entry in entries:
+        fields = {n: tuple(x) if isinstance(x, list) else x for n, x in entry["case"].items()}
+        call = build(Case(**{**fields, "dtype": torch.bfloat16}))
+        problem = replace(call.problem, arch="sm_90")
+        poison(call, entry.get("poison"))
+        try:
+            found.append(run(problem, call.tensors, entry["config"]))
+        except (AssertionError, Deadlock) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    torch.save(found, out_file)
+
+
+def poison(call, value: float | None) -> None:
+    """Puts a value that is not finite into the last value of the first sequence."""
+    if value is not None:
+        last, case = call.case.lengths_k[0] - 1, call.case
+        page = call.tensors.block_table[0, last // case.page]
+        for x in (call.tensors.v[page, last % case.page], call.sequences[0][2][last]):
+            x[0, 3] = value
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,147 @@
+"""The tall decode without a GPU: its roles in a model of Gluon, and compiled for sm_90a.
+
+In the model shared memory begins as NaN and operands are read as late as the hardware may: a slot
+that is handed back too early, an arrival too many or one that is missing shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onchip import dispatch
+from onchip.kernels.portable.decode_config import choose_decode
+from onchip.problem import Mask
+from tests import compile_only
+from tests.portable_cases import Case, build, check
+
+HERE = Path(__file__).parent
+GQA = {"heads": 8, "kv_heads": 2, "dim": 128, "dim_v": 128, "dtype": torch.bfloat16}
+CASES = {
+    "pages_of_16": Case((5,) * 4, (350, 70, 0, 1), page=16, causal=True, **GQA),
+    "pages_of_32": Case((40, 40), (350, 37), page=32, causal=True, **GQA),
+    "pages_of_64": Case((20, 20), (550, 10), page=64, **GQA),
+    "pages_of_256": Case((20, 20), (550, 10), page=256, causal=True, **GQA),
+    "sees_later_keys": Case((20, 20), (550, 10), page=64, window=(-1, 3), **GQA),
+    "sinks": Case((20,) * 3, (350, 0, 64), page=16, causal=True, sinks=True, **GQA),
+    "dense": Case((20, 20), (350, 150), used=True, causal=True, **GQA),
+    "dense_whole": Case((20, 20), (350, 350), causal=True, **GQA),
+    "packed": Case((20, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **GQA),
+    "two_blocks": Case((64, 64), (350, 20), page=16, causal=True, **GQA),
+    "one_page": Case((20, 20), (77, 90), page=90, causal=True, **GQA),
+    "one_query": Case((1, 1), (350, 70), page=16, **{**GQA, "heads": 32, "kv_heads": 1}),
+}
+SPOILT = Case((5, 5), (150, 70), page=16, causal=True, **GQA)
+CUTS = (
+    {"splits": 1, "balanced": False},
+    {"splits": 3, "balanced": False, "min_tiles": 1},
+    {"splits": 2, "balanced": True, "min_tiles": 1},
+)
+
+
+def _entries() -> dict[str, dict]:
+    found = {}
+    for name, case in CASES.items():
+        for cut in CUTS[: 3 if case.page or case.used else 2]:
+            kind = "balanced" if cut["balanced"] else cut["splits"]
+            found[f"{name}-{kind}"] = {"case": case, "config": cut}
+    for poison in (math.nan, math.inf, -math.inf):
+        found[f"{poison}"] = {"case": SPOILT, "config": CUTS[1], "poison": poison}
+    return found
+
+
+ENTRIES = _entries()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """What the model's programs left, one process for all of them."""
+    folder = tmp_path_factory.mktemp("model")
+    entries = [{**e, "case": asdict(e["case"]) | {"dtype": None}} for e in ENTRIES.values()]
+    (folder / "cases.json").write_text(json.dumps(entries))
+    files = [str(folder / "cases.json"), str(folder / "out.pt")]
+    paths = [str(HERE.parent), str(HERE.parent / "src"), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    command = [sys.executable, str(HERE / "decode_tall_model.py"), *files]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(ENTRIES, torch.load(files[1]), strict=True))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_roles(results, name):
+    entry = ENTRIES[name]
+    assert not isinstance(results[name], str), results[name]
+    call = build(entry["case"])
+    if "poison" in entry:
+        call.sequences[0][2][-1][0, 3] = entry["poison"]
+    check(call, *results[name])
+
+
+def _many_rows():
+    call = build(CASES["pages_of_16"])
+    return replace(call.problem, device="cuda", arch="sm_90", unaligned=())
+
+
+def test_what_it_takes():
+    problem = _many_rows()
+    assert choose_decode(problem, 132).tall
+    assert choose_decode(replace(problem, seqlen_q=64), 132).row_blocks == 2
+    others = (
+        {"seqlen_q": 4}, {"arch": "sm_80"}, {"head_dim": 64, "head_dim_v": 64}, {"page_size": 8},
+        {"page_size": 48}, {"softcap": 1.0}, {"alibi": 1}, {"mask": Mask(100, 0)},
+        {"leftpad": True}, {"kv_dtype": torch.float8_e4m3fn}, {"scale": -1.0},
+        {"unaligned": ("v",)},
+    )  # fmt: skip
+    for other in others:
+        assert not choose_decode(replace(problem, **other), 132).tall, other
+    assert not choose_decode(problem, 132, is_aligned=False).tall
+    assert choose_decode(replace(problem, num_splits=1), 132).tall
+
+
+def test_calls_of_many_rows_and_sequences_go_to_the_decode():
+    problem = replace(_many_rows(), seqlen_k=4096, seqlen_q=64, batch=32)
+    assert dispatch.choose(problem).name == "decode"
+    assert dispatch.choose(replace(problem, softcap=1.0)).name == "hopper"  # would read K 4 times
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_how_it_cuts_does_not_change_how_a_sequence_is_added_up(batch):
+    """With one split a sequence's bits do not depend on its neighbours."""
+    problem = replace(_many_rows(), num_splits=1, seqlen_k=4096)
+    alone, among = (choose_decode(replace(problem, batch=b), 132) for b in (1, batch))
+    assert alone == among
+
+
+COMPILED = [
+    {"arch": "sm_90", "dim": 128, "features": name}
+    for name in (
+        "tall_64", "tall_128", "tall_pages_of_256", "tall_float16", "tall_balanced", "tall_blocks",
+    )
+]  # fmt: skip
+
+
+def test_it_compiles_and_no_products_wait_for_each_other():
+    script = HERE / "portable_decode_compiles.py"
+    found = compile_only.run_script(script, json.dumps(COMPILED))
+    walks = [used for used in found if used["wgmma"]]
+    assert len(walks) == len(COMPILED)
+    for used in walks:
+        print(used)
+        assert used["warnings"] == [], used  # C7510 to C7514: wgmma is serialised
+        assert used["spill_bytes"] <= 160, used
+        main = [walk for walk in used["walks"] if walk["instructions"] < 500]
+        assert main and all(walk["spills"] == 0 for walk in main), used
+        assert used["shared_bytes"] <= 227 << 10 and used["tma_loads"] > 0, used
+    small = walks[0]  # two on an SM
+    assert small["registers"] <= 128 and small["shared_bytes"] + 1024 <= 114 << 10
