@@ -79,7 +79,7 @@ def gradients(config, problem, tensors, saved):
     spec = backward_arguments.spec_of(config, problem, "keys")
     dq_sum = torch.full((stats.numel(), spec.dim), math.nan if spec.whole else 0.0)
     run, counters = gluon_model.launch, None
-    if spec.ordered or spec.rounds:
+    if spec.ordered:
         counters = gluon_model.Pointer(torch.zeros(stats.numel() // 64, dtype=torch.int64))
         run = gluon_model.launch_abreast
     sources = [_described(x, 64) for x in (q, k, v, dout)]
@@ -89,8 +89,6 @@ def gradients(config, problem, tensors, saved):
     if not spec.whole:
         programs *= -(-problem.seqlen_k // spec.block_n)
     out = _described(dq, 64) if spec.whole else None
-    if spec.rounds:
-        out = gluon_model.Pointer(dq)
     run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
         _described(dk, 64), _described(dv, 64), counters, *cu_seqlens, *numbers, spec)  # fmt: skip
     if config.apart:
@@ -100,7 +98,7 @@ def gradients(config, problem, tensors, saved):
         run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
         return dq, dk, dv
-    if spec.whole or spec.rounds:
+    if spec.whole:
         return dq, dk, dv
     total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
     if not zeros:

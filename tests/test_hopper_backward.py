@@ -90,8 +90,6 @@ MODELLED = {
     },
 }  # fmt: skip
 LATE = {"late": True}
-ROUNDS = {"rounds": True, "starts_at_lse": True, "stages": 3, "ds_buffers": 3}
-ROUNDS_LATE = {"rounds": True, "late": True}
 WHOLE = {"whole": True, "stages": 3, "starts_at_lse": True}
 
 
@@ -120,11 +118,6 @@ SOME = ("causal", "window", "packed_causal")
         ({"dim": 128, "dim_v": 128, "deterministic": True}, SOME),
         ({"dim": 64, "dim_v": 64, "config": LATE}, SOME),
         ({"dim": 64, "dim_v": 64, "deterministic": True}, SOME),
-        (
-            {"dim": 64, "dim_v": 64, "config": ROUNDS},
-            ("full", "tails", "causal", "more_keys", "softcap", "window", "more_queries"),
-        ),
-        ({"dim": 80, "dim_v": 128, "config": ROUNDS_LATE}, ("full", "tails", "causal", "one")),
         ({"dim": 64, "dim_v": 64, "config": WHOLE}, ("full", "tails", "causal", "softcap")),
     ],
     ids=str,

@@ -16,7 +16,7 @@ import onchip
 from onchip import dispatch
 from onchip.kernels.hopper import backward
 from onchip.kernels.hopper import forward as hopper_forward
-from onchip.kernels.hopper.backward_config import BackwardConfig, can_be_whole, can_round
+from onchip.kernels.hopper.backward_config import BackwardConfig, can_be_whole
 from onchip.kernels.portable import backward as portable_backward
 from onchip.kernels.portable import forward as portable_forward
 from onchip.problem import Op, Saved
@@ -119,54 +119,6 @@ def test_one_cta_owns_all_keys_of_a_head(name, dims):
         again = backward.launch_with(config, problem, call.tensors, saved)
         wrong |= torch.stack([(x != y).any() for x, y in zip(again[:3], first, strict=False)]).any()
     assert not wrong
-
-
-ROUNDING = {
-    64: BackwardConfig(rounds=True, stages=3, starts_at_lse=True, ds_buffers=3),
-    128: BackwardConfig(rounds=True, late=True),
-}
-ROUNDED = ["full", "tails", "causal", "causal_tails", "causal_more_keys", "softcap", "one"]
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (80, 72), (64, 128)], ids=str)
-@pytest.mark.parametrize("name", ROUNDED)
-def test_the_last_cta_at_a_tile_rounds_dq(name, dims):
-    """Launch after launch gives the same dQ but for the order of its sums."""
-    case = replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=BF16)
-    config = ROUNDING[64 if max(dims) <= 64 else 128]
-    for dtype in (BF16, F16):
-        run(replace(case, dtype=dtype), config=config)
-    call = build(case, device="cuda")
-    saved = saved_of(call)
-    problem = replace(call.problem, op=Op.BACKWARD)
-    assert can_round(problem)
-    dq, dk, dv, _ = backward.launch_with(config, problem, call.tensors, saved)
-    wrong = torch.zeros((), dtype=torch.bool, device="cuda")
-    worst = torch.zeros((), device="cuda")
-    for _ in range(200):
-        poison = torch.full_like(dq, math.nan)
-        del poison  # whatever is not written is NaN
-        again = backward.launch_with(config, problem, call.tensors, saved)
-        wrong |= (again[1] != dk).any() | (again[2] != dv).any() | again[0].isnan().any()
-        worst = torch.maximum(worst, (again[0] - dq).abs().max().float())
-    assert not wrong
-    assert float(worst) <= 2**-7 * float(dq.abs().max())
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_many_ctas_round_dq_as_a_launch_does(causal, dim):
-    """More CTAs than SMs, all heads at work."""
-    case = Case((2048,) * 2, (2048,) * 2, heads=8, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16)
-    call = build(replace(case, causal=causal), device="cuda")
-    out, lse = hopper_forward.launch(call.problem, call.tensors)
-    saved = Saved(torch.randn_like(out), None, out, lse)
-    problem = replace(call.problem, op=Op.BACKWARD)
-    plain = replace(ROUNDING[dim], rounds=False)
-    expected = backward.launch_with(plain, problem, call.tensors, saved)[0].float()
-    for _ in range(100):
-        dq = backward.launch_with(ROUNDING[dim], problem, call.tensors, saved)[0].float()
-        assert float((dq - expected).norm()) <= 1e-3 * float(expected.norm())
 
 
 SOAKED = ("tails", "causal_tails", "window_causal", "packed_causal")

@@ -114,8 +114,6 @@ def _keys(problem: Problem, config: Any) -> Use:
         held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
     shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * 64}
-    if config.rounds:
-        shared["dq sum"] = 4 * block_m * d
     held = {"dk": d // 2, "dv": d_v // 2, "p": block_m // 4}
     half = block_m // 2
     held |= {"s or dp": half, "ds": block_m // 4} if config.late else {"s": half, "dp": half}

@@ -34,9 +34,9 @@ not 5, but no float32 sum.
     gradient  dP, dS and dK
 
 Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum and round it
-to dQ; with `rounds` the last CTA to add to a tile rounds it (`backward_round`). With `whole`, on
-request only, a CTA owns all keys of a head, one tile after the other: it stores the first keys'
-part of dQ rather than add it to a cleared sum, takes up the sum for the last ones and rounds it.
+to dQ. With `whole`, on request only, a CTA owns all keys of a head, one tile after the other: it
+stores the first keys' part of dQ rather than add it to a cleared sum, takes up the sum for the
+last ones and rounds it.
 
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
@@ -194,7 +194,7 @@ def launch_with(
     _make_keys(steps, tensors, saved.dout, work)
     if steps.config.apart:
         _make_dq(steps, tensors, saved.dout, work)
-    elif not (steps.config.whole or steps.specs["keys"].rounds):
+    elif not steps.config.whole:
         _finish(steps, tensors, work)
     if found is None and steps.is_resolved:
         _kept[key] = steps
@@ -231,7 +231,7 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
     if not steps.config.apart:
         width = padded(problem.head_dim)
         dq_sum = torch.empty((lines, rows, width), dtype=torch.float32, device=device)
-        if steps.specs["keys"].ordered or steps.specs["keys"].rounds:
+        if steps.specs["keys"].ordered:
             blocks = rows // _ROWS
             counters = torch.empty((lines, blocks), dtype=torch.int32, device=device)
     return Work(stats[0], stats[1], dq, dk, dv, dq_sum, counters)
@@ -297,7 +297,7 @@ def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None
         inputs.append(work.dq)
         describers.append(tile)
     described = steps.described("keys", inputs, describers)
-    out = described.pop() if spec.whole else work.dq if spec.rounds else None
+    out = described.pop() if spec.whole else None
     dq = described.pop() if work.dq_sum is not None else None
     *sources, dk, dv = described
     launch(

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels.hopper.backward_config import BackwardConfig, can_round, padded
+from onchip.kernels.hopper.backward_config import BackwardConfig, padded
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 LOG2E = math.log2(math.e)
@@ -40,9 +40,7 @@ class Spec:
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
         apart, whole, ds_buffers: see `BackwardConfig`.
-        rounds: whether the CTA that completes a tile of dQ rounds it; head_dim is D as it is then.
         dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
-        landings: steps for which rounding may stay behind.
     """
 
     block_m: int
@@ -61,12 +59,9 @@ class Spec:
     high_edges: bool
     packed: bool
     whole: bool
-    rounds: bool
-    head_dim: int
     ds_buffers: int
     dq_buffers: int
     kv_buffers: int
-    landings: int
 
     @property
     def masks(self) -> bool:
@@ -78,7 +73,6 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
     ordered = problem.deterministic and not config.apart and not config.whole
-    rounds = config.rounds and not config.whole and not ordered and can_round(problem)
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -98,12 +92,9 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         high_edges=has_right or has_tail if part == "queries" else has_left,
         packed=packed,
         whole=config.whole,
-        rounds=rounds,
-        head_dim=problem.head_dim if rounds else 0,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
         kv_buffers=2 if config.whole else 1,
-        landings=8 if rounds else 1,
     )
 
 

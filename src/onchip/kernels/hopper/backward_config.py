@@ -26,8 +26,6 @@ class BackwardConfig:
         late: whether dP is issued behind P, summed up from -D on, and P kept in 16 bits: with D
             or D_v over 64 the sums leave no registers for S, P and dP at a time.
         starts_at_lse: whether S is summed up from -LSE on rather than from 0.
-        rounds: whether the CTA that completes a tile of dQ rounds it, rather than a launch behind:
-            where `can_round` and without a fixed order of sums.
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
 
     Raises:
@@ -41,7 +39,6 @@ class BackwardConfig:
     whole: bool = False
     late: bool = False
     starts_at_lse: bool = False
-    rounds: bool = False
     ds_buffers: int = 2
 
     def __post_init__(self):
@@ -51,10 +48,8 @@ class BackwardConfig:
             raise ValueError(f"block_n: got {self.block_n}; allowed: 128, or 64 with apart")
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
-        if self.apart and (self.starts_at_lse or self.late or self.whole or self.rounds):
-            raise ValueError(
-                "apart: got True; allowed: without starts_at_lse, late, whole and rounds"
-            )
+        if self.apart and (self.starts_at_lse or self.late or self.whole):
+            raise ValueError("apart: got True; allowed: without starts_at_lse, late and whole")
 
 
 def padded(head_dim: int) -> int:
@@ -76,13 +71,6 @@ def can_be_whole(problem: Problem) -> bool:
     is_causal = mask.right == 0 and shift >= 0 and shift % _WHOLE_BLOCK_M == 0
     is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
     return is_dense and mask.left < 0 and (sees_all or is_causal)
-
-
-def can_round(problem: Problem) -> bool:
-    """Whether every tile of dQ is the work of CTAs that can be counted: each sees some keys."""
-    mask, shift = problem.mask, problem.seqlen_k - problem.seqlen_q
-    is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
-    return is_dense and mask.left < 0 and (mask.right < 0 or mask.right + shift >= 0)
 
 
 _CONFIGS = {

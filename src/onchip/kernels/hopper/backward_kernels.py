@@ -10,7 +10,6 @@ from onchip.kernels.hopper import (
     backward_keys,
     backward_pair,
     backward_queries,
-    backward_round,
     backward_sums,
 )
 from onchip.kernels.hopper.backward_walk import Sizes, Sources
@@ -31,22 +30,7 @@ def attn_bwd_keys_hopper(
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # Registers: what a role's sums need, 32 for each 64 x 64 of them, and two of S or dP decide.
-    if SPEC.rounds:
-        S = backward_pair.new_shared(lse, dq, q.dtype, SPEC)
-        gl.warp_specialize(
-            [
-                (backward_pair.compute, (0, S, sizes, scale, factor, cap, SPEC)),
-                (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
-                (backward_sums.make_dq, (S, sizes, scale, SPEC)),
-                (backward_pair.load, (sources, S, sizes, SPEC)),
-                (backward_pair.keep, (sources, dk, dv, S, sizes, SPEC)),
-                (backward_sums.add_dq, (dq, dq_out, counters, S, sizes, SPEC)),
-                (backward_round.round_dq, (dq, dq_out, counters, S, sizes, scale, SPEC)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [208, 72, 24, 24, 24, 24],
-        )
-    elif not SPEC.apart:
+    if not SPEC.apart:
         S = backward_pair.new_shared(lse, dq, q.dtype, SPEC)
         gl.warp_specialize(
             [

@@ -59,16 +59,11 @@ class Shared:
     dq_empty: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
     done: gl.shared_memory_descriptor  # (1,) dK and dV are there
-    landed: gl.shared_memory_descriptor  # (LANDINGS,) this CTA's part of dQ is in memory
-    landed_empty: gl.shared_memory_descriptor
-    rounded: gl.shared_memory_descriptor  # (D / 64, BM, 64) float32 sums of dQ, to be rounded
-    round_full: gl.shared_memory_descriptor  # (D / 64,)
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, do, lse, delta, ds, dq, kv_full, q_full, do_full, q_empty, do_empty,
-        ds_full, ds_empty, dq_full, dq_empty, k_free, done, landed, landed_empty, rounded,
-        round_full,
+        ds_full, ds_empty, dq_full, dq_empty, k_free, done,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -89,10 +84,6 @@ class Shared:
         self.dq_empty = dq_empty
         self.k_free = k_free
         self.done = done
-        self.landed = landed
-        self.landed_empty = landed_empty
-        self.rounded = rounded
-        self.round_full = round_full
 
 
 @gluon.jit
@@ -270,10 +261,6 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     DQ: gl.constexpr = SPEC.dq_buffers
     KB: gl.constexpr = SPEC.kv_buffers
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dq = gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout)
-    rounded = dq
-    if SPEC.rounds:
-        rounded = gl.allocate_shared_memory(gl.float32, [D // COLUMNS, BM, COLUMNS], dq_desc.layout)
     S = Shared(
         gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
         gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
@@ -282,7 +269,7 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
-        dq,
+        gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout),
         new_barriers(2 * KB, 1),
         new_barriers(ST, 1),
         new_barriers(ST, 1),
@@ -294,10 +281,6 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         new_barriers(DQ, 1),
         new_barriers(1, 1),
         new_barriers(KB, 2),
-        new_barriers(SPEC.landings, 1),
-        new_barriers(SPEC.landings, 1),
-        rounded,
-        new_barriers(D // COLUMNS, 1),
     )
     fence_async_shared()
     return S

@@ -122,8 +122,6 @@ def add_dq(sum_desc, dq_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
                 _add_own(sum_desc, dq_desc, walk, keys, head, m * BM, line, t, y, S, SPEC)
             else:
                 _add(sum_desc, counters, walk, m, line, t, S, sizes, SPEC)
-                if SPEC.rounds and t > 0:
-                    _land(t - 1, PARTS, S, SPEC)
                 if SPEC.ordered:
                     # A step later, when it has long been in memory.
                     if t > keys.start:
@@ -132,9 +130,6 @@ def add_dq(sum_desc, dq_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
         if SPEC.ordered and not SPEC.whole:  # noqa: SIM102 (known when compiling)
             if keys.end > keys.start:
                 pass_turn(counters + before, 0)
-        if SPEC.rounds:  # noqa: SIM102 (known when compiling)
-            if keys.end > 0:
-                _land(keys.end - 1, 0, S, SPEC)
         if SPEC.whole:
             settle()  # the next keys add to these sums
         start = keys.end
@@ -155,15 +150,6 @@ def _add(sum_desc, counters, walk, m, line, t, S, sizes: Sizes, SPEC: gl.constex
             wait_turn(counters + line // SPEC.block_m, turn)
         mbarrier.wait(S.dq_full.index(y), (u // SPEC.dq_buffers) & 1)
         tma_reduce_add(sum_desc, [line, c * COLUMNS], S.dq.index(y))
-
-
-@gluon.jit
-def _land(t, NEWEST: gl.constexpr, S, SPEC: gl.constexpr):
-    """Tells `round_dq` that step t's part of dQ is in memory, when it is."""
-    x = t % SPEC.landings
-    mbarrier.wait(S.landed_empty.index(x), ((t // SPEC.landings) & 1) ^ 1)
-    settle(NEWEST)
-    mbarrier.arrive(S.landed.index(x), count=1)
 
 
 @gluon.jit
