@@ -39,8 +39,8 @@ class Spec:
         has_softcap: whether logits are capped.
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
-        apart, whole, ds_buffers: see `BackwardConfig`.
-        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
+        apart, ds_buffers: see `BackwardConfig`.
+        dq_buffers: tiles of dQ in shared memory; not with `apart`.
     """
 
     block_m: int
@@ -58,10 +58,8 @@ class Spec:
     has_softcap: bool
     high_edges: bool
     packed: bool
-    whole: bool
     ds_buffers: int
     dq_buffers: int
-    kv_buffers: int
 
     @property
     def masks(self) -> bool:
@@ -72,7 +70,7 @@ class Spec:
 def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
-    ordered = problem.deterministic and not config.apart and not config.whole
+    ordered = problem.deterministic and not config.apart
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -91,10 +89,8 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         has_softcap=problem.softcap > 0,
         high_edges=has_right or has_tail if part == "queries" else has_left,
         packed=packed,
-        whole=config.whole,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
-        kv_buffers=2 if config.whole else 1,
     )
 
 
@@ -112,7 +108,19 @@ def stats_shape(problem: Problem) -> tuple[int, int]:
     return problem.batch * problem.num_heads, blocks * STATS_BLOCK
 
 
-def numbers_of(problem: Problem) -> tuple:
+def units_of(config: BackwardConfig, problem: Problem) -> tuple[int, int]:
+    """Heads of K of all sequences, and how many of them lie between the one that CTAs add to and
+    those that they clear and round dQ for."""
+    units = problem.batch * problem.num_kv_heads
+    return units, min(units, -(-config.lag // num_key_tiles(config, problem)))
+
+
+def num_key_tiles(config: BackwardConfig, problem: Problem) -> int:
+    """CTAs of a head of K of a sequence."""
+    return -(-problem.seqlen_k // config.block_n)
+
+
+def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
     """The kernels' run-time numbers, from seqlen_q to cap."""
     scale, softcap = problem.scale, problem.softcap
     return (
@@ -124,6 +132,7 @@ def numbers_of(problem: Problem) -> tuple:
         stats_shape(problem)[1],
         min(problem.mask.left, _UNBOUNDED),
         min(problem.mask.right, _UNBOUNDED),
+        *units_of(config, problem),
         float(scale),
         scale / softcap if softcap > 0 else scale * LOG2E,
         softcap * LOG2E,

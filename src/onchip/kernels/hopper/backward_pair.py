@@ -18,8 +18,7 @@ from onchip.kernels.hopper.backward_walk import (
     edge_index,
     load_own,
     load_tile,
-    meet_keys,
-    num_tiles,
+    num_steps,
     plan_keys,
     store_keys,
 )
@@ -40,14 +39,16 @@ PIECE = gl.constexpr(64)  # keys of a warpgroup
 class Shared:
     """Tiles and barriers in shared memory."""
 
-    k: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D); dK at the end
-    v: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D_v); dV at the end
+    k: gl.shared_memory_descriptor  # (2, 64, D); dK at the end
+    v: gl.shared_memory_descriptor  # (2, 64, D_v); dV at the end
     q: gl.shared_memory_descriptor  # (STAGES, BM, D)
     do: gl.shared_memory_descriptor  # (STAGES, BM, D_v)
     lse: gl.shared_memory_descriptor  # (STAGES, BM), -LSE in base 2
     delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
     ds: gl.shared_memory_descriptor  # (2 * DS_BUFFERS, 64, BM): dS^T of both warpgroups
-    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32, or dQ in 16 bits
+    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32
+    summed: gl.shared_memory_descriptor  # (BM, 64) float32: a sum of dQ to be rounded
+    rounded: gl.shared_memory_descriptor  # (BM, D) that sum in 16 bits
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
     q_full: gl.shared_memory_descriptor  # (STAGES,)
     do_full: gl.shared_memory_descriptor
@@ -59,11 +60,12 @@ class Shared:
     dq_empty: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
     done: gl.shared_memory_descriptor  # (1,) dK and dV are there
+    sum_full: gl.shared_memory_descriptor  # (1,)
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, kv_full, q_full, do_full, q_empty, do_empty,
-        ds_full, ds_empty, dq_full, dq_empty, k_free, done,
+        self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, q_full, do_full, q_empty,
+        do_empty, ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -73,6 +75,8 @@ class Shared:
         self.delta = delta
         self.ds = ds
         self.dq = dq
+        self.summed = summed
+        self.rounded = rounded
         self.kv_full = kv_full
         self.q_full = q_full
         self.do_full = do_full
@@ -84,6 +88,7 @@ class Shared:
         self.dq_empty = dq_empty
         self.k_free = k_free
         self.done = done
+        self.sum_full = sum_full
 
 
 @gluon.jit
@@ -93,33 +98,24 @@ def keep(
     """The warp that loads K and V and stores dK and dV."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    KB: gl.constexpr = SPEC.kv_buffers
-    tiles = num_tiles(sizes, SPEC)
-    for n in range(tiles + KB):
-        x = n % KB
-        if n >= KB:
-            walk = plan_keys(sizes, n - KB, SPEC)
-            mbarrier.wait(S.done.index(x), ((n // KB) & 1) ^ 1)
-            for h in gl.static_range(2):
-                key = walk.own + h * PIECE
-                store_keys(dv_desc, walk, walk.head, key, S.v.index(x * 2 + h), PIECE, DV)
-                store_keys(dk_desc, walk, walk.head, key, S.k.index(x * 2 + h), PIECE, D)
-            tma.store_wait(0)
-        if n < tiles:
-            walk = plan_keys(sizes, n, SPEC)
-            load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, PIECE, D, SPEC)
-            load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, PIECE, DV, SPEC)
+    walk = plan_keys(sizes, SPEC)
+    load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
+    load_own(sources.v, S.v, S.kv_full.index(1), 0, walk, PIECE, DV, SPEC)
+    mbarrier.wait(S.done.index(0), 0)
+    for h in gl.static_range(2):
+        key = walk.own + h * PIECE
+        store_keys(dv_desc, walk, walk.head, key, S.v.index(h), PIECE, DV)
+        store_keys(dk_desc, walk, walk.head, key, S.k.index(h), PIECE, D)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     """The warp that loads tiles of queries."""
-    start = 0
-    for n in range(num_tiles(sizes, SPEC)):
-        walk, keys = meet_keys(sizes, n, start, SPEC)
-        for t in range(keys.start, keys.end):
-            load_tile(sources, S, walk, t - keys.start, t, sizes, SPEC)
-        start = keys.end
+    walk = plan_keys(sizes, SPEC)
+    end, _ = num_steps(walk, sizes)
+    for t in range(end):
+        load_tile(sources, S, walk, t, t, sizes, SPEC)
 
 
 @gluon.jit
@@ -162,38 +158,35 @@ def compute(
     BM: gl.constexpr = SPEC.block_m
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    start = 0
-    for n in range(num_tiles(sizes, SPEC)):
-        walk, keys = meet_keys(sizes, n, start, SPEC)
-        row = walk.first * BM + walk.shift - walk.own - W * PIECE
-        limits = Edges(
-            walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
-            walk.length_k - walk.own - W * PIECE,
-        )  # fmt: skip
-        phase = (n // SPEC.kv_buffers) & 1
-        k = S.k.index(keys.slot * 2 + W)
-        v = S.v.index(keys.slot * 2 + W)
-        dk = gl.zeros([PIECE, D], gl.float32, K_L)
-        dv = gl.zeros([PIECE, DV], gl.float32, V_L)
-        mbarrier.wait(S.kv_full.index(keys.slot * 2), phase)
-        mbarrier.wait(S.kv_full.index(keys.slot * 2 + 1), phase)
-        if SPEC.masks:
-            for t in range(keys.start, keys.edges):
-                dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, True)
-        for t in range(keys.edges, keys.end):
-            dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, False)
-        # V's piece is this warpgroup's own; `make_dq` reads all of K.
-        v.store(dv.to(S.v.dtype))
-        mbarrier.wait(S.k_free.index(0), n & 1)
-        k.store((dk * scale).to(S.k.dtype))
-        fence_async_shared()
-        mbarrier.arrive(S.done.index(keys.slot), count=1)
-        start = keys.end
+    walk = plan_keys(sizes, SPEC)
+    end, masked = num_steps(walk, sizes)
+    row = walk.first * BM + walk.shift - walk.own - W * PIECE
+    limits = Edges(
+        walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
+        walk.length_k - walk.own - W * PIECE,
+    )  # fmt: skip
+    k = S.k.index(W)
+    v = S.v.index(W)
+    dk = gl.zeros([PIECE, D], gl.float32, K_L)
+    dv = gl.zeros([PIECE, DV], gl.float32, V_L)
+    mbarrier.wait(S.kv_full.index(0), 0)
+    mbarrier.wait(S.kv_full.index(1), 0)
+    if SPEC.masks:
+        for t in range(masked):
+            dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, True)
+    for t in range(masked, end):
+        dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, False)
+    # V's piece is this warpgroup's own; `make_dq` reads all of K.
+    v.store(dv.to(S.v.dtype))
+    mbarrier.wait(S.k_free.index(0), 0)
+    k.store((dk * scale).to(S.k.dtype))
+    fence_async_shared()
+    mbarrier.arrive(S.done.index(0), count=1)
 
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
+    W: gl.constexpr, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries."""
@@ -209,9 +202,9 @@ def _step(
     if SPEC.late:
         # Waited for here, not behind P: there LLVM would move P's making behind the wait too.
         mbarrier.wait(S.do_full.index(stage), phase)
-        s = warpgroup_mma_wait(0, deps=[_scores(k, t, keys.end, S, SPEC)])
+        s = warpgroup_mma_wait(0, deps=[_scores(k, t, end, S, SPEC)])
     else:
-        s_new = _scores(k, t, keys.end, S, SPEC)
+        s_new = _scores(k, t, end, S, SPEC)
         mbarrier.wait(S.do_full.index(stage), phase)
         dp_new = _products(v, t, S, SPEC)
         s = warpgroup_mma_wait(1, deps=[s_new])
@@ -224,7 +217,7 @@ def _step(
         s += S.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
     p = gl.exp2(s)
     if MASKED:
-        row = edge_index(limits, t - keys.start, SPEC) * BM
+        row = edge_index(limits, t, SPEC) * BM
         p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
     p16 = p.to(DT)
     if SPEC.late:
@@ -259,18 +252,19 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     ST: gl.constexpr = SPEC.stages
     DS: gl.constexpr = SPEC.ds_buffers
     DQ: gl.constexpr = SPEC.dq_buffers
-    KB: gl.constexpr = SPEC.kv_buffers
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     S = Shared(
-        gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
-        gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
+        gl.allocate_shared_memory(DT, [2, PIECE, D], TILE),
+        gl.allocate_shared_memory(DT, [2, PIECE, DV], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, D], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, DV], TILE),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
         gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout),
-        new_barriers(2 * KB, 1),
+        gl.allocate_shared_memory(gl.float32, [BM, COLUMNS], dq_desc.layout),
+        gl.allocate_shared_memory(DT, [BM, D], TILE),
+        new_barriers(2, 1),
         new_barriers(ST, 1),
         new_barriers(ST, 1),
         new_barriers(ST, 2),
@@ -280,7 +274,8 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         new_barriers(DQ, 1),
         new_barriers(DQ, 1),
         new_barriers(1, 1),
-        new_barriers(KB, 2),
+        new_barriers(1, 2),
+        new_barriers(1, 1),
     )
     fence_async_shared()
     return S
