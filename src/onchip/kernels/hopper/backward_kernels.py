@@ -42,7 +42,7 @@ def attn_bwd_keys_hopper(
                 (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
                 (backward_sums.make_dq, (S, sizes, SPEC)),
                 (backward_pair.load, (sources, S, sizes, SPEC)),
-                (backward_pair.keep, (sources, dk, dv, S, sizes, SPEC)),
+                (backward_pair.keep, (sources, dk, dv, counters, S, sizes, SPEC)),
                 (backward_sums.add_dq, (dq_sum, counters, S, sizes, SPEC)),
                 (backward_round.round_dq, (dq_sum, dq, counters, S, sizes, scale, SPEC)),
             ],

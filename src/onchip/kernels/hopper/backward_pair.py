@@ -10,7 +10,7 @@ and of keys.
 from triton.experimental import gluon
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.backward_sums import COLUMNS
+from onchip.kernels.hopper.backward_sums import COLUMNS, TURNS, wait_turns
 from onchip.kernels.hopper.backward_walk import (
     Edges,
     Sizes,
@@ -61,11 +61,14 @@ class Shared:
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
     done: gl.shared_memory_descriptor  # (1,) dK and dV are there
     sum_full: gl.shared_memory_descriptor  # (1,)
+    turn: gl.shared_memory_descriptor  # (TURNS,) the sums before this CTA's are in memory
+    turn_taken: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, q_full, do_full, q_empty,
         do_empty, ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full,
+        turn, turn_taken,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -89,18 +92,22 @@ class Shared:
         self.k_free = k_free
         self.done = done
         self.sum_full = sum_full
+        self.turn = turn
+        self.turn_taken = turn_taken
 
 
 @gluon.jit
 def keep(
-    sources: Sources, dk_desc, dv_desc, S: Shared, sizes: Sizes, SPEC: gl.constexpr
+    sources: Sources, dk_desc, dv_desc, counters, S: Shared, sizes: Sizes, SPEC: gl.constexpr
 ):  # fmt: skip
-    """The warp that loads K and V and stores dK and dV."""
+    """The warp that loads K and V, waits for turns where sums are ordered, and stores dK and dV."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
     walk = plan_keys(sizes, SPEC)
     load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
     load_own(sources.v, S.v, S.kv_full.index(1), 0, walk, PIECE, DV, SPEC)
+    if SPEC.ordered:
+        wait_turns(counters, walk, S, sizes, SPEC)
     mbarrier.wait(S.done.index(0), 0)
     for h in gl.static_range(2):
         key = walk.own + h * PIECE
@@ -276,6 +283,8 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         new_barriers(1, 1),
         new_barriers(1, 2),
         new_barriers(1, 1),
+        new_barriers(TURNS, 1),
+        new_barriers(TURNS, 1),
     )
     fence_async_shared()
     return S

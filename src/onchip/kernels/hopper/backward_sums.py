@@ -29,6 +29,8 @@ from onchip.kernels.hopper.gluon_names import (
 #: Columns of dQ that are made and added at a time: with all 128 the warpgroup would need 96
 #: registers, which leaves less than the 208 that the others need.
 COLUMNS = gl.constexpr(64)
+#: Steps for which `wait_turns` may be ahead.
+TURNS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -86,7 +88,7 @@ def add_dq(sum_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
         head, m = tile_at(walk, t, sizes.group)
         head += walk.head * sizes.group
         line = walk.line + head * walk.stride + m * BM
-        _add(sum_desc, turns, walk, m, line, t, S, sizes, SPEC)
+        _add(sum_desc, line, t, S, SPEC)
         if SPEC.ordered:
             # A step later, when it has long been in memory.
             if t > 0:
@@ -99,7 +101,7 @@ def add_dq(sum_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _add(sum_desc, turns, walk, m, line, t, S, sizes: Sizes, SPEC: gl.constexpr):
+def _add(sum_desc, line, t, S, SPEC: gl.constexpr):
     """A step of `add_dq`."""
     PARTS: gl.constexpr = SPEC.dim // COLUMNS
     for c in gl.static_range(PARTS):
@@ -108,7 +110,23 @@ def _add(sum_desc, turns, walk, m, line, t, S, sizes: Sizes, SPEC: gl.constexpr)
         tma.store_wait(SPEC.dq_buffers - 1)
         mbarrier.arrive(S.dq_empty.index(y), count=1)
         if SPEC.ordered and c == 0:
-            turn = turn_of(walk, m, sizes, SPEC)
-            wait_turn(turns + line // SPEC.block_m, turn)
+            x = t % TURNS
+            mbarrier.wait(S.turn.index(x), (t // TURNS) & 1)
+            mbarrier.arrive(S.turn_taken.index(x), count=1)
         mbarrier.wait(S.dq_full.index(y), (u // SPEC.dq_buffers) & 1)
         tma_reduce_add(sum_desc, [line, c * COLUMNS], S.dq.index(y))
+
+
+@gluon.jit
+def wait_turns(counters, walk, S, sizes: Sizes, SPEC: gl.constexpr):
+    """Waits for this CTA's turn at each tile of dQ, ahead of `add_dq`: the counter's way from
+    memory takes half of a step."""
+    end, _ = num_steps(walk, sizes)
+    for t in range(end):
+        head, m = tile_at(walk, t, sizes.group)
+        line = walk.line + (walk.head * sizes.group + head) * walk.stride + m * SPEC.block_m
+        x = t % TURNS
+        mbarrier.wait(S.turn_taken.index(x), ((t // TURNS) & 1) ^ 1)
+        turn = turn_of(walk, m, sizes, SPEC)
+        wait_turn(counters + sizes.units + line // SPEC.block_m, turn)
+        mbarrier.arrive(S.turn.index(x), count=1)
