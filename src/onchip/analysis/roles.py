@@ -141,6 +141,13 @@ def parts(config: Any, problem: Problem) -> tuple[str, ...]:
     return ("dkdv", "dq") if config.apart else ("dkdv",)
 
 
+def share_outside(problem: Problem, config: Any) -> float:
+    """Share of dQ's float32 sum that launches before and behind clear and round."""
+    heads = problem.batch * problem.num_kv_heads
+    lag = -(-config.lag // -(-problem.seqlen_k // config.block_n))
+    return min(1.0, lag / heads)
+
+
 def reasons(used: Use, hardware: Hardware) -> list[str]:
     """Why a launch can't run on a GPU; empty when it can."""
     if hardware.arch != ARCH:
