@@ -90,7 +90,7 @@ MODELLED = {
     },
 }  # fmt: skip
 LATE = {"late": True}
-LAG = {"stages": 3, "starts_at_lse": True, "ds_buffers": 3, "lag": 1}
+LAG = {"stages": 3, "starts_at_lse": True, "ds_buffers": 3, "holds_keys": True, "lag": 1}
 LAG_LATE = {"late": True, "lag": 1}
 
 

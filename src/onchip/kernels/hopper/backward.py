@@ -8,11 +8,10 @@ Method: S and P are computed again tile by tile, and with D = rowsum(dO * O) - d
 (Dao et al. 2022, FlashAttention, algorithm 4; Shah et al. 2024, FlashAttention-3). A CTA owns
 BN = 128 keys of one head of K and walks over the queries of every head that reads it, 64 at a
 time, so dK and dV are summed in registers by one CTA in one order, whatever the group. What its
-warpgroups do depends on the registers that dK and dV take; H200, 2026-11-30, TFLOP/s beside
-cuDNN's at N = 16k full: D = 64 528 (459), D = 128 653 (575), D = 256 517 (356).
+warpgroups do depends on the registers that dK and dV take.
 
-D and D_v up to 128 (`backward_pair`, `backward_sums`): warpgroups exchange dS only, and need not
-wait for each other.
+D and D_v up to 128 (`backward_pair`, `backward_sums`, `backward_round`): warpgroups exchange dS
+only, and need not wait for each other.
 
     load      Q, dO, LSE and D by TMA, ahead of the others
     keep      K and V; dK and dV at the end
@@ -20,10 +19,13 @@ wait for each other.
               dP^T = V dO^T, dS^T = P^T * (dP^T - D), dK += dS^T Q; P^T, dS^T from registers
     make_dq   dQ = dS K
     add_dq    a warp that adds dQ to a float32 sum in memory by TMA
+    round_dq  a warp that clears that sum for later heads and rounds it to dQ for earlier ones
 
-At 64, S and dP are issued together; over 64 there are no registers for that: P is made and kept
-in 16 bits while dP is under way, and dS while P's product is. That reads the least from shared
-memory, 368 KiB for each 64 x 128 of S at D = 128, which takes longer than its products would.
+At 64, S and dP are issued together, and K and V wait in registers, so that these products read
+half as much from shared memory (551 / 551 TFLOP/s at 16k, 515 / 540 without; H200, 2026-11-30);
+over 64 there are no registers for that: P is made and kept in 16 bits while dP is under way, and
+dS while P's product is. That reads 368 KiB from shared memory for each 64 x 128 of S at D = 128,
+which takes longer than its products would.
 
 Over 128 (`backward_keys`): BN = 64, a chain of two warpgroups, each with one sum, and a kernel of
 its own that computes S and dP again and makes dQ of 128 queries (`backward_queries`): 7 products,
@@ -33,10 +35,8 @@ not 5, but no float32 sum.
     score     S, P and dV; P goes to the next one through shared memory
     gradient  dP, dS and dK
 
-Kernels before and behind (`backward_stats`) make LSE in base 2 and D, and clear dQ's sum and
-round it for some heads; for the others a warp of this kernel does (`backward_round`).
-
-    round_dq  clears sums of later heads, and rounds those of earlier ones
+Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum of the first
+heads and round that of the last ones.
 
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
@@ -48,7 +48,7 @@ Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H
 multiples of 16 bytes, or they are copied. Head dimensions are padded to 64, 128 or 256 by TMA, in
 shared memory only. Extra memory in bytes: 8 B H S_q for LSE and D, and up to D = 128 another 4 B
 H S_q D for the float32 dQ, with S_q rounded up to 128 and D to 64 or 128; with sinks 4 B H
-ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64).
+ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64); 4 B H_kv for counters.
 
 It does not do: pages, ALiBi, dropout, functions of the user, key lengths in a tensor. With D over
 64, P is rounded to 16 bits before dS is made of it. A value of K or V that is not finite reaches

@@ -32,7 +32,7 @@ class Spec:
     Args:
         block_m, block_n: BM and BN.
         dim, dim_v: D and D_v as padded.
-        stages, late, starts_at_lse: see `BackwardConfig`.
+        stages, late, starts_at_lse, holds_keys: see `BackwardConfig`.
         ordered: whether dQ's sums are added in a fixed order.
         has_left, has_right: which edges the mask has.
         has_tail: whether the last tile of keys may be short.
@@ -50,6 +50,7 @@ class Spec:
     stages: int
     late: bool
     starts_at_lse: bool
+    holds_keys: bool
     apart: bool
     ordered: bool
     has_left: bool
@@ -81,6 +82,7 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         stages=config.stages,
         late=config.late,
         starts_at_lse=starts_at_lse(config, problem),
+        holds_keys=config.holds_keys,
         apart=config.apart,
         ordered=ordered,
         has_left=has_left,

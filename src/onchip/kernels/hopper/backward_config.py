@@ -26,6 +26,8 @@ class BackwardConfig:
             or D_v over 64 the sums leave no registers for S, P and dP at a time.
         starts_at_lse: whether S is summed up from -LSE on rather than from 0.
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
+        holds_keys: whether K and V wait in registers, where there are some: a product with an
+            operand there reads half as much from shared memory; not with `late`.
         lag: CTAs between those that add to a head's dQ and those that clear or round it.
 
     Raises:
@@ -39,6 +41,7 @@ class BackwardConfig:
     late: bool = False
     starts_at_lse: bool = False
     ds_buffers: int = 2
+    holds_keys: bool = False
     lag: int = 200
 
     def __post_init__(self):
@@ -66,7 +69,7 @@ def choose_backward(problem: Problem) -> BackwardConfig:
 
 
 _CONFIGS = {
-    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
+    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }

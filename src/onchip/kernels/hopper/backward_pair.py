@@ -17,10 +17,11 @@ from onchip.kernels.hopper.backward_walk import (
     Sources,
     edge_index,
     load_own,
-    load_tile,
+    load_queries,
     num_steps,
     plan_keys,
     store_keys,
+    tile_at,
 )
 from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers, widened
 from onchip.kernels.hopper.gluon_names import (
@@ -28,6 +29,7 @@ from onchip.kernels.hopper.gluon_names import (
     gl,
     mbarrier,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -50,10 +52,8 @@ class Shared:
     summed: gl.shared_memory_descriptor  # (BM, 64) float32: a sum of dQ to be rounded
     rounded: gl.shared_memory_descriptor  # (BM, D) that sum in 16 bits
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
-    q_full: gl.shared_memory_descriptor  # (STAGES,)
-    do_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor  # (STAGES,) both have read it for the last time
-    do_empty: gl.shared_memory_descriptor
+    rows_full: gl.shared_memory_descriptor  # (STAGES,) Q, dO, LSE and D have come
+    rows_empty: gl.shared_memory_descriptor  # (STAGES,) both have read them for the last time
     ds_full: gl.shared_memory_descriptor  # (DS_BUFFERS,)
     ds_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor  # (DQ_BUFFERS,)
@@ -66,9 +66,8 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, q_full, do_full, q_empty,
-        do_empty, ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full,
-        turn, turn_taken,
+        self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, rows_full, rows_empty,
+        ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full, turn, turn_taken,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -81,10 +80,8 @@ class Shared:
         self.summed = summed
         self.rounded = rounded
         self.kv_full = kv_full
-        self.q_full = q_full
-        self.do_full = do_full
-        self.q_empty = q_empty
-        self.do_empty = do_empty
+        self.rows_full = rows_full
+        self.rows_empty = rows_empty
         self.ds_full = ds_full
         self.ds_empty = ds_empty
         self.dq_full = dq_full
@@ -122,7 +119,27 @@ def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     walk = plan_keys(sizes, SPEC)
     end, _ = num_steps(walk, sizes)
     for t in range(end):
-        load_tile(sources, S, walk, t, t, sizes, SPEC)
+        _load_rows(sources, S, walk, t, sizes, SPEC)
+
+
+@gluon.jit
+def _load_rows(sources, S, walk, t, sizes, SPEC: gl.constexpr):
+    """Loads Q, dO, LSE and D of step t, when all have read what was there."""
+    BM: gl.constexpr = SPEC.block_m
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    head, m = tile_at(walk, t, sizes.group)
+    head += walk.head * sizes.group
+    row = m * BM
+    line = walk.line + head * walk.stride + row
+    x = t % SPEC.stages
+    bar = S.rows_full.index(x)
+    mbarrier.wait(S.rows_empty.index(x), ((t // SPEC.stages) & 1) ^ 1)
+    mbarrier.expect(bar, BM * (D + DV) * 2 + 2 * BM * 4)
+    load_queries(sources.q, walk, head, row, bar, S.q.index(x), BM, D)
+    tma_load(sources.lse, [line], bar, S.lse.index(x))
+    load_queries(sources.do, walk, head, row, bar, S.do.index(x), BM, DV)
+    tma_load(sources.delta, [line], bar, S.delta.index(x))
 
 
 @gluon.jit
@@ -136,23 +153,6 @@ def _product(own, tile, line, STARTS: gl.constexpr, SPEC: gl.constexpr):
     else:
         start = gl.zeros([PIECE, BM], gl.float32, L)
     return warpgroup_mma(own, tile.permute((1, 0)), start, use_acc=STARTS, is_async=True)
-
-
-@gluon.jit
-def _scores(k, t, end, S, SPEC: gl.constexpr):
-    """S^T of step t, under way."""
-    stage = t % SPEC.stages
-    # There always is such a step; without the predicate the loop's code differs from what has
-    # been measured and tested.
-    mbarrier.wait(S.q_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
-    return _product(k, S.q.index(stage), S.lse.index(stage), SPEC.starts_at_lse, SPEC)
-
-
-@gluon.jit
-def _products(v, t, S, SPEC: gl.constexpr):
-    """dP^T of step t, under way; its dO is there."""
-    stage = t % SPEC.stages
-    return _product(v, S.do.index(stage), S.delta.index(stage), SPEC.late, SPEC)
 
 
 @gluon.jit
@@ -172,21 +172,28 @@ def compute(
         walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
         walk.length_k - walk.own - W * PIECE,
     )  # fmt: skip
-    k = S.k.index(W)
-    v = S.v.index(W)
+    k_tile = S.k.index(W)
+    v_tile = S.v.index(W)
     dk = gl.zeros([PIECE, D], gl.float32, K_L)
     dv = gl.zeros([PIECE, DV], gl.float32, V_L)
     mbarrier.wait(S.kv_full.index(0), 0)
     mbarrier.wait(S.kv_full.index(1), 0)
+    if SPEC.holds_keys:
+        S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+        k = k_tile.load(gl.DotOperandLayout(0, S_L, 2))
+        v = v_tile.load(gl.DotOperandLayout(0, S_L, 2))
+    else:
+        k = k_tile
+        v = v_tile
     if SPEC.masks:
         for t in range(masked):
             dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, True)
     for t in range(masked, end):
         dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, False)
     # V's piece is this warpgroup's own; `make_dq` reads all of K.
-    v.store(dv.to(S.v.dtype))
+    v_tile.store(dv.to(S.v.dtype))
     mbarrier.wait(S.k_free.index(0), 0)
-    k.store((dk * scale).to(S.k.dtype))
+    k_tile.store((dk * scale).to(S.k.dtype))
     fence_async_shared()
     mbarrier.arrive(S.done.index(0), count=1)
 
@@ -202,18 +209,19 @@ def _step(
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     stage = t % SPEC.stages
-    phase = (t // SPEC.stages) & 1
     x = t % SPEC.ds_buffers
     q = S.q.index(stage)
     do = S.do.index(stage)
+    lse = S.lse.index(stage)
+    delta = S.delta.index(stage)
+    # There always is such a step; without the predicate the loop's code differs from what has
+    # been measured and tested.
+    mbarrier.wait(S.rows_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
+    s_new = _product(k, q, lse, SPEC.starts_at_lse, SPEC)
     if SPEC.late:
-        # Waited for here, not behind P: there LLVM would move P's making behind the wait too.
-        mbarrier.wait(S.do_full.index(stage), phase)
-        s = warpgroup_mma_wait(0, deps=[_scores(k, t, end, S, SPEC)])
+        s = warpgroup_mma_wait(0, deps=[s_new])
     else:
-        s_new = _scores(k, t, end, S, SPEC)
-        mbarrier.wait(S.do_full.index(stage), phase)
-        dp_new = _products(v, t, S, SPEC)
+        dp_new = _product(v, do, delta, False, SPEC)
         s = warpgroup_mma_wait(1, deps=[s_new])
     if SPEC.has_softcap:
         s, slope = capped(s, factor)
@@ -221,14 +229,14 @@ def _step(
     else:
         s = s * factor
     if not SPEC.starts_at_lse:
-        s += S.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        s += lse.load(gl.SliceLayout(0, S_L))[None, :]
     p = gl.exp2(s)
     if MASKED:
         row = edge_index(limits, t, SPEC) * BM
         p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
     p16 = p.to(DT)
     if SPEC.late:
-        dp_new = _products(v, t, S, SPEC)
+        dp_new = _product(v, do, delta, True, SPEC)
     dv_new = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
     if SPEC.has_softcap:
         p = p * slope
@@ -236,17 +244,15 @@ def _step(
         p = widened(p.to(DT))
     dp = warpgroup_mma_wait(1, deps=[dp_new])
     if not SPEC.late:
-        dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        dp += delta.load(gl.SliceLayout(0, S_L))[None, :]
     ds = (p * dp).to(DT)
     dk_new = warpgroup_mma(gl.convert_layout(ds, A_L), q, dk, is_async=True)
     mbarrier.wait(S.ds_empty.index(x), ((t // SPEC.ds_buffers) & 1) ^ 1)
     S.ds.index(x * 2 + W).store(ds)
     fence_async_shared()
     mbarrier.arrive(S.ds_full.index(x), count=1)
-    dv = warpgroup_mma_wait(1, deps=[dv_new])
-    mbarrier.arrive(S.do_empty.index(stage), count=1)
-    dk = warpgroup_mma_wait(0, deps=[dk_new])
-    mbarrier.arrive(S.q_empty.index(stage), count=1)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk_new, dv_new])
+    mbarrier.arrive(S.rows_empty.index(stage), count=1)
     return dk, dv
 
 
@@ -273,8 +279,6 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
         gl.allocate_shared_memory(DT, [BM, D], TILE),
         new_barriers(2, 1),
         new_barriers(ST, 1),
-        new_barriers(ST, 1),
-        new_barriers(ST, 2),
         new_barriers(ST, 2),
         new_barriers(DS, 2),
         new_barriers(DS, 1),
