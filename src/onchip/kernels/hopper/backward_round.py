@@ -26,6 +26,7 @@ from onchip.kernels.hopper.gluon_names import (
     tma,
     tma_load,
     tma_store,
+    wait_for_all,
 )
 
 #: What is taken out of a tile in shared memory at a time: the warp has 24 registers.
@@ -57,7 +58,7 @@ def _clear(sum_desc, index, unit, S, sizes, SPEC: gl.constexpr):
     rows = rows_of(index, sizes, SPEC)
     S.summed.store(gl.zeros([BM, COLUMNS], gl.float32, L))
     fence_async_shared()
-    gl.thread_barrier()
+    wait_for_all()
     for i in range(unit.place, rows.tiles * sizes.group, unit.ctas):
         head = i // rows.tiles
         line = rows.line + head * rows.stride + (i - head * rows.tiles) * BM
@@ -100,4 +101,4 @@ def _convert(c: gl.constexpr, scale, S, SPEC: gl.constexpr):
             x = (x * scale).to(S.rounded.dtype)
             to.slice(c * COLUMNS + w * _WIDTH, _WIDTH, dim=1).store(x)
     fence_async_shared()
-    gl.thread_barrier()  # before the sum is loaded over, and what is rounded is stored
+    wait_for_all()  # before the sum is loaded over, and what is rounded is stored
