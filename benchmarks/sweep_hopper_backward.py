@@ -35,7 +35,6 @@ CONFIGS = {
     "from -LSE": BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
     "late": BackwardConfig(late=True),
     "late, 3 dS": BackwardConfig(late=True, ds_buffers=3),
-    "whole": BackwardConfig(whole=True, stages=3, starts_at_lse=True),
 }
 
 

@@ -56,6 +56,8 @@ def unmasked_spills(sass: str) -> int:
         start = labels.get(jump[1], end) if jump else end
         if start < end and any("MMA" in x for x in instructions[start:end]):
             spans.append(range(start, end + 1))
+    # A wait that stands out of line jumps back into a loop: what lies between is no loop.
+    spans = [s for s in spans if not any(t[0] < s[0] <= t[-1] < s[-1] for t in spans)]
     inner = [s for s in spans if not any(t != s and t[0] in s and t[-1] in s for t in spans)]
     loops = [[instructions[i] for i in span] for span in inner]
     unmasked = [x for x in loops if sum("SEL" in text for text in x) < 32]

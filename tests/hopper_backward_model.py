@@ -64,35 +64,50 @@ def _statistics(problem, tensors, saved, unit):
     return stats, delta
 
 
+def _heads(problem, tensors):
+    """Every head's unit, its line, first row and rows in the statistics, and where its dQ lies."""
+    for b in range(problem.batch):
+        for h in range(problem.num_heads):
+            unit = b * problem.num_kv_heads + h // problem.group
+            if tensors.cu_seqlens_q is None:
+                line = b * problem.num_heads + h
+                yield unit, (line, 0, problem.seqlen_q), (b, slice(None), h)
+            else:
+                start, end = tensors.cu_seqlens_q[b : b + 2].tolist()
+                yield unit, (h, (start // 128 + b) * 128, end - start), (slice(start, end), h)
+
+
 def gradients(config, problem, tensors, saved):
     """dq, dk, dv of the device code; CTAs run in turn, or at once where they wait for others."""
-    unit = backward_arguments.LOG2E
+    lse_unit = backward_arguments.LOG2E
     if backward_arguments.starts_at_lse(config, problem):
-        unit = 1 / problem.scale
-    stats, delta = _statistics(problem, tensors, saved, unit)
+        lse_unit = 1 / problem.scale
+    stats, delta = _statistics(problem, tensors, saved, lse_unit)
     q, k, v, dout = tensors.q, tensors.k, tensors.v, saved.dout
     zeros = problem.layout_q.value == "packed"
     dq, dk, dv = (torch.full_like(x, 0 if zeros else math.nan) for x in (q, k, v))
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     cu_seqlens = [None if x is None else gluon_model.Pointer(x) for x in lengths]
-    numbers = backward_arguments.numbers_of(problem)
+    numbers = backward_arguments.numbers_of(config, problem)
+    units, lag = backward_arguments.units_of(config, problem)
+    ctas = backward_arguments.num_key_tiles(config, problem)
     spec = backward_arguments.spec_of(config, problem, "keys")
-    dq_sum = torch.full((stats.numel(), spec.dim), math.nan if spec.whole else 0.0)
-    run, counters = gluon_model.launch, None
-    if spec.ordered or spec.rounds:
-        counters = gluon_model.Pointer(torch.zeros(stats.numel() // 64, dtype=torch.int64))
-        run = gluon_model.launch_abreast
+    dq_sum = torch.full((*stats.shape, spec.dim), math.nan)
+    heads = list(_heads(problem, tensors))
+    for unit, (line, first, rows), _ in heads:
+        if unit < lag:  # the launch before clears the sums of the first units
+            dq_sum[line, first : first + -(-rows // 128) * 128] = 0.0
+    dq_sum = dq_sum.flatten(0, 1)
+    counters = torch.zeros(units + stats.numel() // 64, dtype=torch.int64)
+    counters[:lag] = ctas
+    run = gluon_model.launch_abreast if spec.ordered else gluon_model.launch
     sources = [_described(x, 64) for x in (q, k, v, dout)]
     lines = [gluon_model.Descriptor(x.view(-1), [64]) for x in (stats, delta)]
     summed = None if config.apart else gluon_model.Descriptor(dq_sum, [64, 64])
-    programs = problem.batch * problem.num_kv_heads
-    if not spec.whole:
-        programs *= -(-problem.seqlen_k // spec.block_n)
-    out = _described(dq, 64) if spec.whole else None
-    if spec.rounds:
-        out = gluon_model.Pointer(dq)
-    run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
-        _described(dk, 64), _described(dv, 64), counters, *cu_seqlens, *numbers, spec)  # fmt: skip
+    out = None if config.apart else _described(dq, 64)
+    run(backward_kernels.attn_bwd_keys_hopper, units * ctas, *sources, *lines, summed, out,
+        _described(dk, 64), _described(dv, 64), gluon_model.Pointer(counters), *cu_seqlens,
+        *numbers, spec)  # fmt: skip
     if config.apart:
         spec = backward_arguments.spec_of(config, problem, "queries")
         programs = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.num_heads
@@ -100,17 +115,10 @@ def gradients(config, problem, tensors, saved):
         run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
         return dq, dk, dv
-    if spec.whole or spec.rounds:
-        return dq, dk, dv
     total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
-    if not zeros:
-        shape = (problem.batch, problem.num_heads, *total.shape[1:])
-        dq.copy_(total.view(shape)[:, :, : problem.seqlen_q].transpose(1, 2))
-        return dq, dk, dv
-    offsets = tensors.cu_seqlens_q.tolist()
-    for b, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        first = (start // 128 + b) * 128
-        dq[start:end] = total[:, first : first + end - start].transpose(0, 1)
+    for unit, (line, first, rows), place in heads:
+        if unit >= units - lag:  # the launch behind rounds those of the last units
+            dq[place] = total[line, first : first + rows]
     return dq, dk, dv
 
 

@@ -37,13 +37,13 @@ class Sight:
 
     def sizes(self) -> Sizes:
         left, right = (x if x >= 0 else 1 << 29 for x in (self.left, self.right))
-        return Sizes(None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right)
+        return Sizes(None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right, 1, 1)
 
     def spec(self, block_m: int, block_n: int, owns_keys: bool) -> SimpleNamespace:
         has_left, has_right = self.left >= 0, self.right >= 0
         tail = self.s_k % block_n != 0
         return SimpleNamespace(
-            block_m=block_m, block_n=block_n, whole=False, has_left=has_left, has_right=has_right,
+            block_m=block_m, block_n=block_n, has_left=has_left, has_right=has_right,
             has_tail=tail, packed=False, ordered=owns_keys,
             high_edges=has_left if owns_keys else has_right or tail,
         )  # fmt: skip
@@ -78,7 +78,7 @@ def check_keys(sight: Sight, block_n: int) -> None:
     visited, turns = set(), {}
     for program in range(-(-sight.s_k // block_n)):
         gluon_model.set_program(program)
-        walk = backward_walk.plan_keys(sizes, 0, spec)
+        walk = backward_walk.plan_keys(sizes, spec)
         n = walk.own // block_n
         for head, m, masked in _steps(walk, spec, GROUP):
             if not masked:

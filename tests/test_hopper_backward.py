@@ -90,9 +90,8 @@ MODELLED = {
     },
 }  # fmt: skip
 LATE = {"late": True}
-ROUNDS = {"rounds": True, "starts_at_lse": True, "stages": 3, "ds_buffers": 3}
-ROUNDS_LATE = {"rounds": True, "late": True}
-WHOLE = {"whole": True, "stages": 3, "starts_at_lse": True}
+LAG = {"stages": 3, "starts_at_lse": True, "ds_buffers": 3, "holds_keys": True, "lag": 1}
+LAG_LATE = {"late": True, "lag": 1}
 
 
 def modelled(cases: list[dict]) -> list[str]:
@@ -120,12 +119,9 @@ SOME = ("causal", "window", "packed_causal")
         ({"dim": 128, "dim_v": 128, "deterministic": True}, SOME),
         ({"dim": 64, "dim_v": 64, "config": LATE}, SOME),
         ({"dim": 64, "dim_v": 64, "deterministic": True}, SOME),
-        (
-            {"dim": 64, "dim_v": 64, "config": ROUNDS},
-            ("full", "tails", "causal", "more_keys", "softcap", "window", "more_queries"),
-        ),
-        ({"dim": 80, "dim_v": 128, "config": ROUNDS_LATE}, ("full", "tails", "causal", "one")),
-        ({"dim": 64, "dim_v": 64, "config": WHOLE}, ("full", "tails", "causal", "softcap")),
+        ({"dim": 64, "dim_v": 64, "config": LAG}, ("tails", "causal", "packed", "packed_causal")),
+        ({"dim": 80, "dim_v": 72, "config": LAG_LATE}, ("tails", "causal", "packed_window")),
+        ({"dim": 64, "dim_v": 64, "config": LAG, "deterministic": True}, ("tails",)),
     ],
     ids=str,
 )
@@ -188,7 +184,7 @@ def test_configs_are_chosen_by_head_dimension():
         ({"block_n": 64}, "block_n: got 64"),
         ({"stages": 1}, "stages: got 1"),
         ({"apart": True, "block_n": 64, "starts_at_lse": True}, "apart: got True"),
-        ({"apart": True, "block_n": 64, "whole": True}, "apart: got True"),
+        ({"lag": 0}, "lag: got 0"),
     ],
 )
 def test_a_config_says_what_is_wrong_with_it(changes, message):

@@ -145,24 +145,22 @@ def _covers(mask: Mask, row: int, first: int) -> bool:
     return any(_sees(mask, i, j) for i in range(row, row + 64) for j in range(first, first + 128))
 
 
-def test_bill_of_a_program_for_all_keys_of_a_head():
-    """No sum is cleared or rounded by launches of their own; programs share no cache."""
+def test_bill_of_a_backward_that_clears_and_rounds_beside_its_products():
+    """The same bytes, but most of them while others multiply."""
     problem = problem_of(seqlen=1024, heads=128, op=Op.BACKWARD)
-    rows, visits = 1024 * 128, 8
-    pre, keys = bills.backward_summed(problem, (64, 128), 128, whole=True).stages
-    assert pre.slow_bytes == rows * (2 * 256 + 3 * 4)
-    reads, writes = ({t.tensor: t.slow_bytes for t in side} for side in (keys.reads, keys.writes))
-    assert reads["q"] == visits * rows * 256 and writes["dq"] == rows * 256
-    assert reads["dq sum"] == writes["dq sum"] == (visits - 1) * rows * 4 * 128
-    shared = bills.Cache(60 << 20, 132)
-    # 128 programs at once, 480 KiB of the cache each: Q and dO fit, the sum does not.
-    _, cached = bills.backward_summed(problem, (64, 128), 128, cache=shared, whole=True).stages
-    moved = {t.tensor: t.slow_bytes for t in cached.reads}
-    assert moved["q"] == rows * 256 and moved["dq sum"] == reads["dq sum"]
-    whole = backward_config.BackwardConfig(whole=True)
-    problem = problem_of(d=64, seqlen=1024, heads=128, op=Op.BACKWARD)
-    found = predict(problem, H200, whole).tilings["dkdv"]
-    assert (found.num_programs, found.idle_sms, found.imbalance) == (128, 4, 132 / 128)
+    rows = 1024 * 128
+    alone = bills.backward_summed(problem, (64, 128), 128)
+    found = bills.backward_summed(problem, (64, 128), 128, outside=0.25)
+    assert found.by_tensor() == alone.by_tensor()
+    pre, keys, last = found.stages
+    assert pre.slow_bytes == rows * (2 * 256 + 3 * 4 + 4 * 128 // 4)
+    assert last.slow_bytes == rows * (4 * 128 + 256) // 4
+    assert keys.slow_bytes - alone.stages[1].slow_bytes == rows * (2 * 4 * 128 + 256) * 3 // 4
+    # 200 CTAs are 25 heads of 8.
+    config = backward_config.choose_backward(problem)
+    assert roles.share_outside(problem, config) == 25 / 128
+    assert roles.share_outside(replace(problem, num_kv_heads=16), config) == 1.0
+    assert predict(problem, H200, config).bill.stages[2].slow_bytes == rows * 768 * 25 // 128
 
 
 @pytest.mark.parametrize(("kernel", "op"), [("hopper", Op.FORWARD), ("hopper", Op.BACKWARD)])

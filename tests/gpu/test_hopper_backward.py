@@ -16,7 +16,7 @@ import onchip
 from onchip import dispatch
 from onchip.kernels.hopper import backward
 from onchip.kernels.hopper import forward as hopper_forward
-from onchip.kernels.hopper.backward_config import BackwardConfig, can_be_whole, can_round
+from onchip.kernels.hopper.backward_config import BackwardConfig
 from onchip.kernels.portable import backward as portable_backward
 from onchip.kernels.portable import forward as portable_forward
 from onchip.problem import Op, Saved
@@ -97,55 +97,22 @@ def test_other_sequences_may_hold_nan(dim):
         check_gradients(call, saved, backward.launch(problem, call.tensors, saved))
 
 
-#: Two runs on an H200 did not end in this case, which waits for ever and takes the others along;
-#: the model of the roles ends. Nothing chooses `whole`.
-HANGS = pytest.param("tails", marks=pytest.mark.xfail(run=False, reason="does not end"))
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (40, 64)], ids=str)
-@pytest.mark.parametrize("name", ["full", HANGS, "causal", "causal_tails", "softcap"])
-def test_one_cta_owns_all_keys_of_a_head(name, dims):
-    """Its gradients are right, and the same in every launch without waiting for turns."""
-    case = replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=BF16)
-    config = BackwardConfig(whole=True, stages=3, starts_at_lse=True)
-    run(case, config=config)
-    call = build(case, device="cuda")
-    saved = saved_of(call)
-    problem = replace(call.problem, op=Op.BACKWARD, deterministic=True)
-    assert can_be_whole(problem)
-    first = backward.launch_with(config, problem, call.tensors, saved)
-    wrong = torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(100):
-        again = backward.launch_with(config, problem, call.tensors, saved)
-        wrong |= torch.stack([(x != y).any() for x, y in zip(again[:3], first, strict=False)]).any()
-    assert not wrong
-
-
-ROUNDING = {
-    64: BackwardConfig(rounds=True, stages=3, starts_at_lse=True, ds_buffers=3),
-    128: BackwardConfig(rounds=True, late=True),
-}
-ROUNDED = ["full", "tails", "causal", "causal_tails", "causal_more_keys", "softcap", "one"]
-
-
 @pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (80, 72), (64, 128)], ids=str)
-@pytest.mark.parametrize("name", ROUNDED)
-def test_the_last_cta_at_a_tile_rounds_dq(name, dims):
-    """Launch after launch gives the same dQ but for the order of its sums."""
+@pytest.mark.parametrize("name", CASES)
+def test_ctas_clear_and_round_dq_for_each_other(name, dims):
+    """With the least lag, so that a few heads do: whatever is not written is NaN."""
     case = replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=BF16)
-    config = ROUNDING[64 if max(dims) <= 64 else 128]
-    for dtype in (BF16, F16):
-        run(replace(case, dtype=dtype), config=config)
     call = build(case, device="cuda")
     saved = saved_of(call)
     problem = replace(call.problem, op=Op.BACKWARD)
-    assert can_round(problem)
-    dq, dk, dv, _ = backward.launch_with(config, problem, call.tensors, saved)
+    config = replace(backward.choose_backward(problem), lag=1)
+    dq, dk, dv, _ = first = backward.launch_with(config, problem, call.tensors, saved)
+    check_gradients(call, saved, first)
     wrong = torch.zeros((), dtype=torch.bool, device="cuda")
     worst = torch.zeros((), device="cuda")
-    for _ in range(200):
-        poison = torch.full_like(dq, math.nan)
-        del poison  # whatever is not written is NaN
+    for _ in range(30):
+        poison = [torch.full_like(x, math.nan) for x in (dq, dq.float(), dq.float())]
+        del poison
         again = backward.launch_with(config, problem, call.tensors, saved)
         wrong |= (again[1] != dk).any() | (again[2] != dv).any() | again[0].isnan().any()
         worst = torch.maximum(worst, (again[0] - dq).abs().max().float())
@@ -153,20 +120,25 @@ def test_the_last_cta_at_a_tile_rounds_dq(name, dims):
     assert float(worst) <= 2**-7 * float(dq.abs().max())
 
 
+@pytest.mark.parametrize("lag", [1, 60, 200])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_ctas_round_dq_as_a_launch_does(causal, dim):
-    """More CTAs than SMs, all heads at work."""
-    case = Case((2048,) * 2, (2048,) * 2, heads=8, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16)
+def test_many_ctas_clear_and_round_dq_as_launches_do(causal, dim, lag):
+    """More CTAs than SMs."""
+    case = Case((2048,) * 4, (2048,) * 4, heads=8, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16)
     call = build(replace(case, causal=causal), device="cuda")
     out, lse = hopper_forward.launch(call.problem, call.tensors)
     saved = Saved(torch.randn_like(out), None, out, lse)
     problem = replace(call.problem, op=Op.BACKWARD)
-    plain = replace(ROUNDING[dim], rounds=False)
-    expected = backward.launch_with(plain, problem, call.tensors, saved)[0].float()
+    config = backward.choose_backward(problem)
+    by_launches = replace(config, lag=1 << 20)
+    expected = backward.launch_with(by_launches, problem, call.tensors, saved)[0].float()
+    far = torch.zeros((), device="cuda")
     for _ in range(100):
-        dq = backward.launch_with(ROUNDING[dim], problem, call.tensors, saved)[0].float()
-        assert float((dq - expected).norm()) <= 1e-3 * float(expected.norm())
+        config = replace(config, lag=lag)
+        dq = backward.launch_with(config, problem, call.tensors, saved)[0].float()
+        far = torch.maximum(far, (dq - expected).norm())
+    assert float(far) <= 1e-3 * float(expected.norm())
 
 
 SOAKED = ("tails", "causal_tails", "window_causal", "packed_causal")

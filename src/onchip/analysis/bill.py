@@ -340,15 +340,13 @@ def backward_summed(
     width: int,
     lengths: Lengths | None = None,
     cache: Cache | None = None,
-    whole: bool = False,
+    outside: float = 1.0,
 ) -> Bill:
     """The backward in 5 products: the launch that owns keys adds to dQ in float32.
 
     That sum is cleared by the first launch, fetched and written back for each wave of programs
-    that add to it, and rounded to dQ by a last launch.
-
-    Or a program owns all keys of a head: then the first tile of keys stores its part, and the
-    last one rounds the sum. Such programs share nothing, so each has but its part of the cache.
+    that add to it, and rounded to dQ by a last launch; but for a share `outside` of it the launch
+    that owns keys clears and rounds it too.
 
     Args:
         problem: the call.
@@ -356,31 +354,21 @@ def backward_summed(
         width: columns of the float32 sum.
         lengths: (S_q, S_k) of each sequence.
         cache: the L2 cache; without one every request goes to slow memory.
-        whole: whether a program owns all keys of a head.
+        outside: share of the sum that the first and the last launch move.
     """
     lengths = _kept(lengths)
     size = _Sizes(problem, lengths)
-    total = once("dq sum", 4 * size.rows * width)
-    if whole and cache:
-        at_once = min(cache.num_programs, problem.batch * problem.num_kv_heads)
-        cache = Cache(cache.size_bytes // at_once, 1)
+    sums, rounded = 4 * size.rows * width, size.q
+    before, behind = round(sums * outside), round(rounded * outside)
     keys = _key_stage(problem, "dkdv", tile, lengths, cache, width)
-    if whole:
-        reads = [_without(t, total) if t.tensor == "dq sum" else t for t in keys.reads]
-        writes = [_without(t, total, total) if t.tensor == "dq sum" else t for t in keys.writes]
-        writes = summed([*writes, once("dq", size.q)])
-        return Bill(
-            "backward",
-            (_first_stage(size, True), replace(keys, reads=summed(reads), writes=writes)),
-        )
-    last = Stage("dq", 0, 0, summed([total]), summed([once("dq", size.q)]))
-    return Bill("backward", (_first_stage(size, True, total), keys, last))
-
-
-def _without(moved: Transfer, part: Transfer, least: Transfer | None = None) -> Transfer:
-    """A transfer less what is not moved of it; of slow memory no less than `least`."""
-    slow = max(least.slow_bytes if least else 0, moved.slow_bytes - part.slow_bytes)
-    return Transfer(moved.tensor, slow, max(slow, moved.requested_bytes - part.requested_bytes))
+    cleared, rest = once("dq sum", before), once("dq sum", sums - before)
+    keys = replace(
+        keys,
+        reads=summed([*keys.reads, rest]),
+        writes=summed([*keys.writes, rest, once("dq", rounded - behind)]),
+    )
+    last = Stage("dq", 0, 0, summed([cleared]), summed([once("dq", behind)]))
+    return Bill("backward", (_first_stage(size, True, cleared), keys, last))
 
 
 def _key_stage(problem, part: str, tile: tuple[int, int], lengths, cache, width: int = 0) -> Stage:

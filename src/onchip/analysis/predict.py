@@ -186,7 +186,8 @@ def _bill(problem: Problem, config: Any, lengths, cache: bills.Cache) -> Bill:
         keys = (config.block_m, config.block_n)
         if not config.apart:
             width = roles.padded(problem.head_dim)
-            return bills.backward_summed(problem, keys, width, lengths, cache, config.whole)
+            outside = roles.share_outside(problem, config)
+            return bills.backward_summed(problem, keys, width, lengths, cache, outside)
         queries = (2 * config.block_m, config.block_n)
         return bills.backward(problem, keys, queries, lengths, cache, copies_lse=True)
     if problem.op is Op.BACKWARD:

@@ -12,7 +12,6 @@ Legend: D / D_v head dimensions, padded to 64, 128 or 256; BM / BN queries and k
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onchip.analysis import cost, tiles
@@ -100,10 +99,9 @@ def _keys(problem: Problem, config: Any) -> Use:
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     block_m, block_n, stages = config.block_m, config.block_n, config.stages
     piece = ROWS * block_m * size
-    buffers = 2 if config.whole else 1
     shared = {
-        "k": buffers * block_n * d * size,
-        "v": buffers * block_n * d_v * size,
+        "k": block_n * d * size,
+        "v": block_n * d_v * size,
         "q": stages * block_m * d * size,
         "dout": stages * block_m * d_v * size,
         "lse, delta": 2 * 4 * stages * block_m,
@@ -114,8 +112,7 @@ def _keys(problem: Problem, config: Any) -> Use:
         held = {"dk or dv": max(d, d_v) // 2, "s or dp": block_m, "p or ds": block_m // 4}
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
     shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * 64}
-    if config.rounds:
-        shared["dq sum"] = 4 * block_m * d
+    shared["dq of another head"] = block_m * (4 * 64 + size * d)
     held = {"dk": d // 2, "dv": d_v // 2, "p": block_m // 4}
     half = block_m // 2
     held |= {"s or dp": half, "ds": block_m // 4} if config.late else {"s": half, "dp": half}
@@ -142,6 +139,13 @@ def parts(config: Any, problem: Problem) -> tuple[str, ...]:
     if problem.op is not Op.BACKWARD:
         return ("forward",)
     return ("dkdv", "dq") if config.apart else ("dkdv",)
+
+
+def share_outside(problem: Problem, config: Any) -> float:
+    """Share of dQ's float32 sum that launches before and behind clear and round."""
+    heads = problem.batch * problem.num_kv_heads
+    lag = -(-config.lag // -(-problem.seqlen_k // config.block_n))
+    return min(1.0, lag / heads)
 
 
 def reasons(used: Use, hardware: Hardware) -> list[str]:
@@ -194,7 +198,7 @@ def tiling(
     blocks, limiter = tiles.resident_blocks(
         hardware, shape.num_warps, sum(used.shared.values()), registers
     )
-    found = Tiling(
+    return Tiling(
         shape,
         used.shared,
         used.registers,
@@ -209,15 +213,4 @@ def tiling(
             blocks,
             tuple(lengths),
         ),
-    )
-    if not getattr(config, "whole", False):
-        return found
-    # A program owns all keys of a head, one tile after the other.
-    programs, num_sms = found.num_heads_tasks, hardware.num_sms
-    return replace(
-        found,
-        num_programs=programs,
-        waves=-(-programs // (num_sms * blocks)),
-        idle_sms=max(0, num_sms - programs),
-        imbalance=-(-programs // num_sms) * num_sms / programs,
     )

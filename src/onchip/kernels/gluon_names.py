@@ -69,6 +69,21 @@ else:
         return memory._reinterpret(descriptor.dtype, SHAPE, descriptor.layout)
 
 
+if hasattr(gl, "thread_barrier"):
+
+    @gluon.jit
+    def wait_for_all():
+        """Waits for the role's other threads (3.6)."""
+        gl.thread_barrier()
+
+else:
+
+    @gluon.jit
+    def wait_for_all():
+        """Waits for the role's other threads (3.7 and later)."""
+        gl.barrier()
+
+
 @gluon.jit
 def in_pieces(tiles, descriptor, NUMBER: gl.constexpr, ROWS: gl.constexpr):
     """The same shared memory as so many tiles of a descriptor, 64 columns each."""

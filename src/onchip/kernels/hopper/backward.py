@@ -8,11 +8,10 @@ Method: S and P are computed again tile by tile, and with D = rowsum(dO * O) - d
 (Dao et al. 2022, FlashAttention, algorithm 4; Shah et al. 2024, FlashAttention-3). A CTA owns
 BN = 128 keys of one head of K and walks over the queries of every head that reads it, 64 at a
 time, so dK and dV are summed in registers by one CTA in one order, whatever the group. What its
-warpgroups do depends on the registers that dK and dV take; H200, 2026-11-30, TFLOP/s beside
-cuDNN's at N = 16k full: D = 64 528 (459), D = 128 653 (575), D = 256 517 (356).
+warpgroups do depends on the registers that dK and dV take.
 
-D and D_v up to 128 (`backward_pair`, `backward_sums`): warpgroups exchange dS only, and need not
-wait for each other.
+D and D_v up to 128 (`backward_pair`, `backward_sums`, `backward_round`): warpgroups exchange dS
+only, and need not wait for each other.
 
     load      Q, dO, LSE and D by TMA, ahead of the others
     keep      K and V; dK and dV at the end
@@ -20,10 +19,13 @@ wait for each other.
               dP^T = V dO^T, dS^T = P^T * (dP^T - D), dK += dS^T Q; P^T, dS^T from registers
     make_dq   dQ = dS K
     add_dq    a warp that adds dQ to a float32 sum in memory by TMA
+    round_dq  a warp that clears that sum for later heads and rounds it to dQ for earlier ones
 
-At 64, S and dP are issued together; over 64 there are no registers for that: P is made and kept
-in 16 bits while dP is under way, and dS while P's product is. That reads the least from shared
-memory, 368 KiB for each 64 x 128 of S at D = 128, which takes longer than its products would.
+At 64, S and dP are issued together, and K and V wait in registers, so that these products read
+half as much from shared memory (551 / 551 TFLOP/s at 16k, 515 / 540 without; H200, 2026-11-30);
+over 64 there are no registers for that: P is made and kept in 16 bits while dP is under way, and
+dS while P's product is. That reads 368 KiB from shared memory for each 64 x 128 of S at D = 128,
+which takes longer than its products would.
 
 Over 128 (`backward_keys`): BN = 64, a chain of two warpgroups, each with one sum, and a kernel of
 its own that computes S and dP again and makes dQ of 128 queries (`backward_queries`): 7 products,
@@ -33,22 +35,20 @@ not 5, but no float32 sum.
     score     S, P and dV; P goes to the next one through shared memory
     gradient  dP, dS and dK
 
-Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum and round it
-to dQ; with `rounds` the last CTA to add to a tile rounds it (`backward_round`). With `whole`, on
-request only, a CTA owns all keys of a head, one tile after the other: it stores the first keys'
-part of dQ rather than add it to a cleared sum, takes up the sum for the last ones and rounds it.
+Kernels before and behind (`backward_stats`) make LSE in base 2 and D, clear the sum of the first
+heads and round that of the last ones.
 
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
 Deterministic: CTAs add to a tile of dQ in turn, by a counter for each tile; the order is one in
-which nobody waits for a CTA that starts later (`backward_walk.turn_of`). A CTA that owns all keys
-of a head and heads over 128 are always deterministic.
+which nobody waits for a CTA that starts later (`backward_walk.turn_of`). Heads over 128 are always
+deterministic.
 
 Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H_kv, D); rows at
 multiples of 16 bytes, or they are copied. Head dimensions are padded to 64, 128 or 256 by TMA, in
 shared memory only. Extra memory in bytes: 8 B H S_q for LSE and D, and up to D = 128 another 4 B
 H S_q D for the float32 dQ, with S_q rounded up to 128 and D to 64 or 128; with sinks 4 B H
-ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64).
+ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64); 4 B H_kv for counters.
 
 It does not do: pages, ALiBi, dropout, functions of the user, key lengths in a tensor. With D over
 64, P is rounded to 16 bits before dS is made of it. A value of K or V that is not finite reaches
@@ -73,12 +73,14 @@ from onchip.kernels.hopper.backward_arguments import (
     describe,
     describe_line,
     describe_sum,
+    num_key_tiles,
     numbers_of,
     readable,
     row_strides,
     spec_of,
     starts_at_lse,
     stats_shape,
+    units_of,
 )
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
 from onchip.kernels.hopper.backward_kernels import (
@@ -105,7 +107,7 @@ class Work(NamedTuple):
     dk: Tensor
     dv: Tensor
     dq_sum: Tensor | None  # (lines, rows, D) float32
-    counters: Tensor | None  # (lines, rows / BM): CTAs that have added to a tile of it
+    counters: Tensor | None  # see `attn_bwd_keys_hopper`
 
 
 class Steps:
@@ -119,19 +121,22 @@ class Steps:
     __slots__ = (
         "_shapes",
         "config",
+        "lag",
         "launches",
         "lse_unit",
         "numbers",
         "problem",
         "specs",
         "stats_shape",
+        "units",
     )
 
     def __init__(self, config: BackwardConfig, problem: Problem):
         self.config = config
         self.problem = problem
         self.stats_shape = stats_shape(problem)
-        self.numbers = numbers_of(problem)
+        self.numbers = numbers_of(config, problem)
+        self.units, self.lag = units_of(config, problem)
         self.lse_unit = 1 / problem.scale if starts_at_lse(config, problem) else LOG2E
         self.launches: dict[str, Launch] = {}
         self.specs = {part: spec_of(config, problem, part) for part in ("keys", "queries")}
@@ -194,7 +199,7 @@ def launch_with(
     _make_keys(steps, tensors, saved.dout, work)
     if steps.config.apart:
         _make_dq(steps, tensors, saved.dout, work)
-    elif not (steps.config.whole or steps.specs["keys"].rounds):
+    else:
         _finish(steps, tensors, work)
     if found is None and steps.is_resolved:
         _kept[key] = steps
@@ -231,14 +236,13 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
     if not steps.config.apart:
         width = padded(problem.head_dim)
         dq_sum = torch.empty((lines, rows, width), dtype=torch.float32, device=device)
-        if steps.specs["keys"].ordered or steps.specs["keys"].rounds:
-            blocks = rows // _ROWS
-            counters = torch.empty((lines, blocks), dtype=torch.int32, device=device)
+        tiles = lines * (rows // _ROWS) if steps.specs["keys"].ordered else 0
+        counters = torch.empty(steps.units + tiles, dtype=torch.int32, device=device)
     return Work(stats[0], stats[1], dq, dk, dv, dq_sum, counters)
 
 
 def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor | None:
-    """Statistics, a cleared dQ, and the sinks' gradient."""
+    """Statistics, dQ's sum cleared for the first heads, and the sinks' gradient."""
     problem, sinks = steps.problem, tensors.sinks
     blocks = -(-problem.seqlen_q // STATS_BLOCK) * (STATS_BLOCK // _ROWS)
     parts = None
@@ -246,36 +250,36 @@ def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor
         parts = work.stats.new_empty(blocks, problem.batch, problem.num_heads)
     programs = blocks * problem.batch * problem.num_heads
     launch = steps.launch_of("pre", attn_bwd_pre_hopper, programs, work.dq.get_device())
-    cleared = None if steps.config.whole else work.dq_sum
     launch(
         saved.out, saved.dout, saved.lse, saved.dlse, sinks, tensors.cu_seqlens_q, work.stats,
-        work.delta, cleared, work.counters, parts, *row_strides(saved.dout), blocks, problem.batch,
-        problem.num_heads, problem.seqlen_q, problem.tokens_q,
-        steps.stats_shape[1], problem.head_dim, problem.head_dim_v, padded(problem.head_dim),
-        padded(problem.head_dim_v), steps.lse_unit, UNIT, problem.layout_q is Layout.PACKED,
+        work.delta, work.dq_sum, work.counters, parts, *row_strides(saved.dout), blocks,
+        problem.batch, problem.num_heads, problem.seqlen_q, problem.tokens_q, steps.stats_shape[1],
+        problem.group, steps.units, steps.lag, num_key_tiles(steps.config, problem),
+        problem.head_dim, problem.head_dim_v, padded(problem.head_dim), padded(problem.head_dim_v),
+        steps.lse_unit, UNIT, problem.layout_q is Layout.PACKED, steps.specs["keys"].ordered,
     )  # fmt: skip
     return None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
 
 
 def _finish(steps: Steps, tensors: Tensors, work: Work) -> None:
-    """dQ from its float32 sum."""
+    """dQ of the last heads from its float32 sum."""
     problem = steps.problem
     blocks = -(-problem.seqlen_q // _ROWS)
-    programs = blocks * problem.batch * problem.num_heads
+    heads = steps.lag * problem.group
+    first = problem.batch * problem.num_heads - heads
+    programs = blocks * heads
     launch = steps.launch_of("post", attn_bwd_post_hopper, programs, work.dq.get_device())
     launch(
-        work.dq_sum, work.dq, tensors.cu_seqlens_q, blocks, problem.num_heads, problem.seqlen_q,
-        problem.tokens_q, steps.stats_shape[1], float(problem.scale), problem.head_dim,
-        padded(problem.head_dim), problem.layout_q is Layout.PACKED,
+        work.dq_sum, work.dq, tensors.cu_seqlens_q, first, blocks, problem.num_heads,
+        problem.seqlen_q, problem.tokens_q, steps.stats_shape[1], float(problem.scale),
+        problem.head_dim, padded(problem.head_dim), problem.layout_q is Layout.PACKED,
     )  # fmt: skip
 
 
 def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None:
     """dK and dV, and, where no other kernel makes it, dQ's float32 sum."""
     spec, problem = steps.specs["keys"], steps.problem
-    programs = problem.batch * problem.num_kv_heads
-    if not spec.whole:
-        programs *= -(-problem.seqlen_k // spec.block_n)
+    programs = steps.units * num_key_tiles(steps.config, problem)
     launch = steps.launch_of("keys", attn_bwd_keys_hopper, programs, work.dq.get_device())
 
     def tile(x):
@@ -289,19 +293,15 @@ def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None
 
     inputs = [tensors.q, tensors.k, tensors.v, dout, work.stats, work.delta, work.dk, work.dv]
     describers = [tile, tile, tile, tile, line, line, tile, tile]
-
-    if work.dq_sum is not None:
-        inputs.append(work.dq_sum)
-        describers.append(sums)
-    if spec.whole:
-        inputs.append(work.dq)
-        describers.append(tile)
-    described = steps.described("keys", inputs, describers)
-    out = described.pop() if spec.whole else work.dq if spec.rounds else None
-    dq = described.pop() if work.dq_sum is not None else None
-    *sources, dk, dv = described
+    dq_sum = dq = None
+    if work.dq_sum is None:
+        *sources, dk, dv = steps.described("keys", inputs, describers)
+    else:
+        *sources, dk, dv, dq_sum, dq = steps.described(
+            "keys", [*inputs, work.dq_sum, work.dq], [*describers, sums, tile]
+        )
     launch(
-        *sources, dq, out, dk, dv, work.counters, tensors.cu_seqlens_q, tensors.cu_seqlens_k,
+        *sources, dq_sum, dq, dk, dv, work.counters, tensors.cu_seqlens_q, tensors.cu_seqlens_k,
         *steps.numbers, spec,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels.hopper.backward_config import BackwardConfig, can_round, padded
+from onchip.kernels.hopper.backward_config import BackwardConfig, padded
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 LOG2E = math.log2(math.e)
@@ -32,17 +32,15 @@ class Spec:
     Args:
         block_m, block_n: BM and BN.
         dim, dim_v: D and D_v as padded.
-        stages, late, starts_at_lse: see `BackwardConfig`.
+        stages, late, starts_at_lse, holds_keys: see `BackwardConfig`.
         ordered: whether dQ's sums are added in a fixed order.
         has_left, has_right: which edges the mask has.
         has_tail: whether the last tile of keys may be short.
         has_softcap: whether logits are capped.
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
-        apart, whole, ds_buffers: see `BackwardConfig`.
-        rounds: whether the CTA that completes a tile of dQ rounds it; head_dim is D as it is then.
-        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
-        landings: steps for which rounding may stay behind.
+        apart, ds_buffers: see `BackwardConfig`.
+        dq_buffers: tiles of dQ in shared memory; not with `apart`.
     """
 
     block_m: int
@@ -52,6 +50,7 @@ class Spec:
     stages: int
     late: bool
     starts_at_lse: bool
+    holds_keys: bool
     apart: bool
     ordered: bool
     has_left: bool
@@ -60,13 +59,8 @@ class Spec:
     has_softcap: bool
     high_edges: bool
     packed: bool
-    whole: bool
-    rounds: bool
-    head_dim: int
     ds_buffers: int
     dq_buffers: int
-    kv_buffers: int
-    landings: int
 
     @property
     def masks(self) -> bool:
@@ -77,8 +71,7 @@ class Spec:
 def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
-    ordered = problem.deterministic and not config.apart and not config.whole
-    rounds = config.rounds and not config.whole and not ordered and can_round(problem)
+    ordered = problem.deterministic and not config.apart
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -89,6 +82,7 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         stages=config.stages,
         late=config.late,
         starts_at_lse=starts_at_lse(config, problem),
+        holds_keys=config.holds_keys,
         apart=config.apart,
         ordered=ordered,
         has_left=has_left,
@@ -97,13 +91,8 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         has_softcap=problem.softcap > 0,
         high_edges=has_right or has_tail if part == "queries" else has_left,
         packed=packed,
-        whole=config.whole,
-        rounds=rounds,
-        head_dim=problem.head_dim if rounds else 0,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
-        kv_buffers=2 if config.whole else 1,
-        landings=8 if rounds else 1,
     )
 
 
@@ -121,7 +110,19 @@ def stats_shape(problem: Problem) -> tuple[int, int]:
     return problem.batch * problem.num_heads, blocks * STATS_BLOCK
 
 
-def numbers_of(problem: Problem) -> tuple:
+def units_of(config: BackwardConfig, problem: Problem) -> tuple[int, int]:
+    """Heads of K of all sequences, and how many of them lie between the one that CTAs add to and
+    those that they clear and round dQ for."""
+    units = problem.batch * problem.num_kv_heads
+    return units, min(units, -(-config.lag // num_key_tiles(config, problem)))
+
+
+def num_key_tiles(config: BackwardConfig, problem: Problem) -> int:
+    """CTAs of a head of K of a sequence."""
+    return -(-problem.seqlen_k // config.block_n)
+
+
+def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
     """The kernels' run-time numbers, from seqlen_q to cap."""
     scale, softcap = problem.scale, problem.softcap
     return (
@@ -133,6 +134,7 @@ def numbers_of(problem: Problem) -> tuple:
         stats_shape(problem)[1],
         min(problem.mask.left, _UNBOUNDED),
         min(problem.mask.right, _UNBOUNDED),
+        *units_of(config, problem),
         float(scale),
         scale / softcap if softcap > 0 else scale * LOG2E,
         softcap * LOG2E,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onchip.problem import Layout, Problem
+from onchip.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class BackwardConfig:
         stages: tiles of queries in flight, the current one included.
         apart: whether dQ is made by a kernel of its own, 7 matrix products rather than 5: dK and
             dV of wide heads leave no registers for more. Else it is added up in float32.
-        whole: whether a CTA owns all keys of a head, one tile after the other; not with `apart`.
         late: whether dP is issued behind P, summed up from -D on, and P kept in 16 bits: with D
             or D_v over 64 the sums leave no registers for S, P and dP at a time.
         starts_at_lse: whether S is summed up from -LSE on rather than from 0.
-        rounds: whether the CTA that completes a tile of dQ rounds it, rather than a launch behind:
-            where `can_round` and without a fixed order of sums.
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
+        holds_keys: whether K and V wait in registers, where there are some: a product with an
+            operand there reads half as much from shared memory; not with `late`.
+        lag: CTAs between those that add to a head's dQ and those that clear or round it.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -38,11 +38,11 @@ class BackwardConfig:
     block_n: int = 128
     stages: int = 2
     apart: bool = False
-    whole: bool = False
     late: bool = False
     starts_at_lse: bool = False
-    rounds: bool = False
     ds_buffers: int = 2
+    holds_keys: bool = False
+    lag: int = 200
 
     def __post_init__(self):
         if self.block_m != 64:
@@ -51,10 +51,10 @@ class BackwardConfig:
             raise ValueError(f"block_n: got {self.block_n}; allowed: 128, or 64 with apart")
         if self.stages < 2:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
-        if self.apart and (self.starts_at_lse or self.late or self.whole or self.rounds):
-            raise ValueError(
-                "apart: got True; allowed: without starts_at_lse, late, whole and rounds"
-            )
+        if self.apart and (self.starts_at_lse or self.late):
+            raise ValueError("apart: got True; allowed: without starts_at_lse and late")
+        if self.lag < 1:
+            raise ValueError(f"lag: got {self.lag}; allowed: 1 or more")
 
 
 def padded(head_dim: int) -> int:
@@ -68,26 +68,8 @@ def choose_backward(problem: Problem) -> BackwardConfig:
     return _CONFIGS[width]
 
 
-def can_be_whole(problem: Problem) -> bool:
-    """Whether a CTA may own all keys of a head: then it knows which keys come first and last to
-    every tile of queries, and that each tile sees some."""
-    mask, shift = problem.mask, problem.seqlen_k - problem.seqlen_q
-    sees_all = mask.right < 0
-    is_causal = mask.right == 0 and shift >= 0 and shift % _WHOLE_BLOCK_M == 0
-    is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
-    return is_dense and mask.left < 0 and (sees_all or is_causal)
-
-
-def can_round(problem: Problem) -> bool:
-    """Whether every tile of dQ is the work of CTAs that can be counted: each sees some keys."""
-    mask, shift = problem.mask, problem.seqlen_k - problem.seqlen_q
-    is_dense = problem.layout_q is Layout.DENSE and problem.layout_k is Layout.DENSE
-    return is_dense and mask.left < 0 and (mask.right < 0 or mask.right + shift >= 0)
-
-
 _CONFIGS = {
-    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3),
+    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }
-_WHOLE_BLOCK_M = 64  # of a config that is `whole`

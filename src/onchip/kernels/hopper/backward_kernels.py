@@ -15,50 +15,39 @@ from onchip.kernels.hopper import (
 )
 from onchip.kernels.hopper.backward_walk import Sizes, Sources
 
-_SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right".split()
+_SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right units lag".split()
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def attn_bwd_keys_hopper(
-    q, k, v, do, lse, delta, dq, dq_out, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, do, lse, delta, dq_sum, dq, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+    units, lag, scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ."""
+    """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ.
+
+    `counters` are those of `backward_round`, then one for each tile of dQ where sums are ordered.
+    """
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right,
+        stats_width, left, right, units, lag,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # Registers: what a role's sums need, 32 for each 64 x 64 of them, and two of S or dP decide.
-    if SPEC.rounds:
-        S = backward_pair.new_shared(lse, dq, q.dtype, SPEC)
+    if not SPEC.apart:
+        S = backward_pair.new_shared(lse, dq_sum, q.dtype, SPEC)
         gl.warp_specialize(
             [
                 (backward_pair.compute, (0, S, sizes, scale, factor, cap, SPEC)),
                 (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
-                (backward_sums.make_dq, (S, sizes, scale, SPEC)),
+                (backward_sums.make_dq, (S, sizes, SPEC)),
                 (backward_pair.load, (sources, S, sizes, SPEC)),
-                (backward_pair.keep, (sources, dk, dv, S, sizes, SPEC)),
-                (backward_sums.add_dq, (dq, dq_out, counters, S, sizes, SPEC)),
-                (backward_round.round_dq, (dq, dq_out, counters, S, sizes, scale, SPEC)),
+                (backward_pair.keep, (sources, dk, dv, counters, S, sizes, SPEC)),
+                (backward_sums.add_dq, (dq_sum, counters, S, sizes, SPEC)),
+                (backward_round.round_dq, (dq_sum, dq, counters, S, sizes, scale, SPEC)),
             ],
             [4, 4, 1, 1, 1, 1],
             [208, 72, 24, 24, 24, 24],
-        )
-    elif not SPEC.apart:
-        S = backward_pair.new_shared(lse, dq, q.dtype, SPEC)
-        gl.warp_specialize(
-            [
-                (backward_pair.compute, (0, S, sizes, scale, factor, cap, SPEC)),
-                (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
-                (backward_sums.make_dq, (S, sizes, scale, SPEC)),
-                (backward_pair.load, (sources, S, sizes, SPEC)),
-                (backward_pair.keep, (sources, dk, dv, S, sizes, SPEC)),
-                (backward_sums.add_dq, (dq, dq_out, counters, S, sizes, SPEC)),
-            ],
-            [4, 4, 1, 1, 1],
-            [208, 72, 24, 24, 24],
         )
     else:
         S = backward_keys.new_shared(lse, q.dtype, SPEC)
@@ -77,13 +66,13 @@ def attn_bwd_keys_hopper(
 def attn_bwd_queries_hopper(
     q, k, v, do, lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+    units, lag, scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dQ of BM queries of one head; `lse` and `delta` are pointers here."""
     S = backward_queries.new_shared(q.dtype, SPEC)
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right,
+        stats_width, left, right, units, lag,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # As the default role, a consumer keeps the addresses of its 36 products in registers across

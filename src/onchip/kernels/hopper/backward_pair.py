@@ -10,18 +10,18 @@ and of keys.
 from triton.experimental import gluon
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.backward_sums import COLUMNS
+from onchip.kernels.hopper.backward_sums import COLUMNS, TURNS, wait_turns
 from onchip.kernels.hopper.backward_walk import (
     Edges,
     Sizes,
     Sources,
     edge_index,
     load_own,
-    load_tile,
-    meet_keys,
-    num_tiles,
+    load_queries,
+    num_steps,
     plan_keys,
     store_keys,
+    tile_at,
 )
 from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers, widened
 from onchip.kernels.hopper.gluon_names import (
@@ -29,6 +29,7 @@ from onchip.kernels.hopper.gluon_names import (
     gl,
     mbarrier,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,35 +41,33 @@ PIECE = gl.constexpr(64)  # keys of a warpgroup
 class Shared:
     """Tiles and barriers in shared memory."""
 
-    k: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D); dK at the end
-    v: gl.shared_memory_descriptor  # (2 * KV_BUFFERS, 64, D_v); dV at the end
+    k: gl.shared_memory_descriptor  # (2, 64, D); dK at the end
+    v: gl.shared_memory_descriptor  # (2, 64, D_v); dV at the end
     q: gl.shared_memory_descriptor  # (STAGES, BM, D)
     do: gl.shared_memory_descriptor  # (STAGES, BM, D_v)
     lse: gl.shared_memory_descriptor  # (STAGES, BM), -LSE in base 2
     delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
     ds: gl.shared_memory_descriptor  # (2 * DS_BUFFERS, 64, BM): dS^T of both warpgroups
-    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32, or dQ in 16 bits
+    dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32
+    summed: gl.shared_memory_descriptor  # (BM, 64) float32: a sum of dQ to be rounded
+    rounded: gl.shared_memory_descriptor  # (BM, D) that sum in 16 bits
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
-    q_full: gl.shared_memory_descriptor  # (STAGES,)
-    do_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor  # (STAGES,) both have read it for the last time
-    do_empty: gl.shared_memory_descriptor
+    rows_full: gl.shared_memory_descriptor  # (STAGES,) Q, dO, LSE and D have come
+    rows_empty: gl.shared_memory_descriptor  # (STAGES,) both have read them for the last time
     ds_full: gl.shared_memory_descriptor  # (DS_BUFFERS,)
     ds_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor  # (DQ_BUFFERS,)
     dq_empty: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
     done: gl.shared_memory_descriptor  # (1,) dK and dV are there
-    landed: gl.shared_memory_descriptor  # (LANDINGS,) this CTA's part of dQ is in memory
-    landed_empty: gl.shared_memory_descriptor
-    rounded: gl.shared_memory_descriptor  # (D / 64, BM, 64) float32 sums of dQ, to be rounded
-    round_full: gl.shared_memory_descriptor  # (D / 64,)
+    sum_full: gl.shared_memory_descriptor  # (1,)
+    turn: gl.shared_memory_descriptor  # (TURNS,) the sums before this CTA's are in memory
+    turn_taken: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, kv_full, q_full, do_full, q_empty, do_empty,
-        ds_full, ds_empty, dq_full, dq_empty, k_free, done, landed, landed_empty, rounded,
-        round_full,
+        self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, rows_full, rows_empty,
+        ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full, turn, turn_taken,
     ):  # fmt: skip
         self.k = k
         self.v = v
@@ -78,57 +77,69 @@ class Shared:
         self.delta = delta
         self.ds = ds
         self.dq = dq
+        self.summed = summed
+        self.rounded = rounded
         self.kv_full = kv_full
-        self.q_full = q_full
-        self.do_full = do_full
-        self.q_empty = q_empty
-        self.do_empty = do_empty
+        self.rows_full = rows_full
+        self.rows_empty = rows_empty
         self.ds_full = ds_full
         self.ds_empty = ds_empty
         self.dq_full = dq_full
         self.dq_empty = dq_empty
         self.k_free = k_free
         self.done = done
-        self.landed = landed
-        self.landed_empty = landed_empty
-        self.rounded = rounded
-        self.round_full = round_full
+        self.sum_full = sum_full
+        self.turn = turn
+        self.turn_taken = turn_taken
 
 
 @gluon.jit
 def keep(
-    sources: Sources, dk_desc, dv_desc, S: Shared, sizes: Sizes, SPEC: gl.constexpr
+    sources: Sources, dk_desc, dv_desc, counters, S: Shared, sizes: Sizes, SPEC: gl.constexpr
 ):  # fmt: skip
-    """The warp that loads K and V and stores dK and dV."""
+    """The warp that loads K and V, waits for turns where sums are ordered, and stores dK and dV."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    KB: gl.constexpr = SPEC.kv_buffers
-    tiles = num_tiles(sizes, SPEC)
-    for n in range(tiles + KB):
-        x = n % KB
-        if n >= KB:
-            walk = plan_keys(sizes, n - KB, SPEC)
-            mbarrier.wait(S.done.index(x), ((n // KB) & 1) ^ 1)
-            for h in gl.static_range(2):
-                key = walk.own + h * PIECE
-                store_keys(dv_desc, walk, walk.head, key, S.v.index(x * 2 + h), PIECE, DV)
-                store_keys(dk_desc, walk, walk.head, key, S.k.index(x * 2 + h), PIECE, D)
-            tma.store_wait(0)
-        if n < tiles:
-            walk = plan_keys(sizes, n, SPEC)
-            load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, PIECE, D, SPEC)
-            load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, PIECE, DV, SPEC)
+    walk = plan_keys(sizes, SPEC)
+    load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
+    load_own(sources.v, S.v, S.kv_full.index(1), 0, walk, PIECE, DV, SPEC)
+    if SPEC.ordered:
+        wait_turns(counters, walk, S, sizes, SPEC)
+    mbarrier.wait(S.done.index(0), 0)
+    for h in gl.static_range(2):
+        key = walk.own + h * PIECE
+        store_keys(dv_desc, walk, walk.head, key, S.v.index(h), PIECE, DV)
+        store_keys(dk_desc, walk, walk.head, key, S.k.index(h), PIECE, D)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     """The warp that loads tiles of queries."""
-    start = 0
-    for n in range(num_tiles(sizes, SPEC)):
-        walk, keys = meet_keys(sizes, n, start, SPEC)
-        for t in range(keys.start, keys.end):
-            load_tile(sources, S, walk, t - keys.start, t, sizes, SPEC)
-        start = keys.end
+    walk = plan_keys(sizes, SPEC)
+    end, _ = num_steps(walk, sizes)
+    for t in range(end):
+        _load_rows(sources, S, walk, t, sizes, SPEC)
+
+
+@gluon.jit
+def _load_rows(sources, S, walk, t, sizes, SPEC: gl.constexpr):
+    """Loads Q, dO, LSE and D of step t, when all have read what was there."""
+    BM: gl.constexpr = SPEC.block_m
+    D: gl.constexpr = SPEC.dim
+    DV: gl.constexpr = SPEC.dim_v
+    head, m = tile_at(walk, t, sizes.group)
+    head += walk.head * sizes.group
+    row = m * BM
+    line = walk.line + head * walk.stride + row
+    x = t % SPEC.stages
+    bar = S.rows_full.index(x)
+    mbarrier.wait(S.rows_empty.index(x), ((t // SPEC.stages) & 1) ^ 1)
+    mbarrier.expect(bar, BM * (D + DV) * 2 + 2 * BM * 4)
+    load_queries(sources.q, walk, head, row, bar, S.q.index(x), BM, D)
+    tma_load(sources.lse, [line], bar, S.lse.index(x))
+    load_queries(sources.do, walk, head, row, bar, S.do.index(x), BM, DV)
+    tma_load(sources.delta, [line], bar, S.delta.index(x))
 
 
 @gluon.jit
@@ -145,23 +156,6 @@ def _product(own, tile, line, STARTS: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _scores(k, t, end, S, SPEC: gl.constexpr):
-    """S^T of step t, under way."""
-    stage = t % SPEC.stages
-    # There always is such a step; without the predicate the loop's code differs from what has
-    # been measured and tested.
-    mbarrier.wait(S.q_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
-    return _product(k, S.q.index(stage), S.lse.index(stage), SPEC.starts_at_lse, SPEC)
-
-
-@gluon.jit
-def _products(v, t, S, SPEC: gl.constexpr):
-    """dP^T of step t, under way; its dO is there."""
-    stage = t % SPEC.stages
-    return _product(v, S.do.index(stage), S.delta.index(stage), SPEC.late, SPEC)
-
-
-@gluon.jit
 def compute(
     W: gl.constexpr, S: Shared, sizes: Sizes, scale, factor, cap, SPEC: gl.constexpr
 ):  # fmt: skip
@@ -171,38 +165,42 @@ def compute(
     BM: gl.constexpr = SPEC.block_m
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    start = 0
-    for n in range(num_tiles(sizes, SPEC)):
-        walk, keys = meet_keys(sizes, n, start, SPEC)
-        row = walk.first * BM + walk.shift - walk.own - W * PIECE
-        limits = Edges(
-            walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
-            walk.length_k - walk.own - W * PIECE,
-        )  # fmt: skip
-        phase = (n // SPEC.kv_buffers) & 1
-        k = S.k.index(keys.slot * 2 + W)
-        v = S.v.index(keys.slot * 2 + W)
-        dk = gl.zeros([PIECE, D], gl.float32, K_L)
-        dv = gl.zeros([PIECE, DV], gl.float32, V_L)
-        mbarrier.wait(S.kv_full.index(keys.slot * 2), phase)
-        mbarrier.wait(S.kv_full.index(keys.slot * 2 + 1), phase)
-        if SPEC.masks:
-            for t in range(keys.start, keys.edges):
-                dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, True)
-        for t in range(keys.edges, keys.end):
-            dk, dv = _step(W, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC, False)
-        # V's piece is this warpgroup's own; `make_dq` reads all of K.
-        v.store(dv.to(S.v.dtype))
-        mbarrier.wait(S.k_free.index(0), n & 1)
-        k.store((dk * scale).to(S.k.dtype))
-        fence_async_shared()
-        mbarrier.arrive(S.done.index(keys.slot), count=1)
-        start = keys.end
+    walk = plan_keys(sizes, SPEC)
+    end, masked = num_steps(walk, sizes)
+    row = walk.first * BM + walk.shift - walk.own - W * PIECE
+    limits = Edges(
+        walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
+        walk.length_k - walk.own - W * PIECE,
+    )  # fmt: skip
+    k_tile = S.k.index(W)
+    v_tile = S.v.index(W)
+    dk = gl.zeros([PIECE, D], gl.float32, K_L)
+    dv = gl.zeros([PIECE, DV], gl.float32, V_L)
+    mbarrier.wait(S.kv_full.index(0), 0)
+    mbarrier.wait(S.kv_full.index(1), 0)
+    if SPEC.holds_keys:
+        S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+        k = k_tile.load(gl.DotOperandLayout(0, S_L, 2))
+        v = v_tile.load(gl.DotOperandLayout(0, S_L, 2))
+    else:
+        k = k_tile
+        v = v_tile
+    if SPEC.masks:
+        for t in range(masked):
+            dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, True)
+    for t in range(masked, end):
+        dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, False)
+    # V's piece is this warpgroup's own; `make_dq` reads all of K.
+    v_tile.store(dv.to(S.v.dtype))
+    mbarrier.wait(S.k_free.index(0), 0)
+    k_tile.store((dk * scale).to(S.k.dtype))
+    fence_async_shared()
+    mbarrier.arrive(S.done.index(0), count=1)
 
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, k, v, keys, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
+    W: gl.constexpr, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries."""
@@ -211,18 +209,19 @@ def _step(
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
     stage = t % SPEC.stages
-    phase = (t // SPEC.stages) & 1
     x = t % SPEC.ds_buffers
     q = S.q.index(stage)
     do = S.do.index(stage)
+    lse = S.lse.index(stage)
+    delta = S.delta.index(stage)
+    # There always is such a step; without the predicate the loop's code differs from what has
+    # been measured and tested.
+    mbarrier.wait(S.rows_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
+    s_new = _product(k, q, lse, SPEC.starts_at_lse, SPEC)
     if SPEC.late:
-        # Waited for here, not behind P: there LLVM would move P's making behind the wait too.
-        mbarrier.wait(S.do_full.index(stage), phase)
-        s = warpgroup_mma_wait(0, deps=[_scores(k, t, keys.end, S, SPEC)])
+        s = warpgroup_mma_wait(0, deps=[s_new])
     else:
-        s_new = _scores(k, t, keys.end, S, SPEC)
-        mbarrier.wait(S.do_full.index(stage), phase)
-        dp_new = _products(v, t, S, SPEC)
+        dp_new = _product(v, do, delta, False, SPEC)
         s = warpgroup_mma_wait(1, deps=[s_new])
     if SPEC.has_softcap:
         s, slope = capped(s, factor)
@@ -230,14 +229,14 @@ def _step(
     else:
         s = s * factor
     if not SPEC.starts_at_lse:
-        s += S.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        s += lse.load(gl.SliceLayout(0, S_L))[None, :]
     p = gl.exp2(s)
     if MASKED:
-        row = edge_index(limits, t - keys.start, SPEC) * BM
+        row = edge_index(limits, t, SPEC) * BM
         p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
     p16 = p.to(DT)
     if SPEC.late:
-        dp_new = _products(v, t, S, SPEC)
+        dp_new = _product(v, do, delta, True, SPEC)
     dv_new = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
     if SPEC.has_softcap:
         p = p * slope
@@ -245,17 +244,15 @@ def _step(
         p = widened(p.to(DT))
     dp = warpgroup_mma_wait(1, deps=[dp_new])
     if not SPEC.late:
-        dp += S.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        dp += delta.load(gl.SliceLayout(0, S_L))[None, :]
     ds = (p * dp).to(DT)
     dk_new = warpgroup_mma(gl.convert_layout(ds, A_L), q, dk, is_async=True)
     mbarrier.wait(S.ds_empty.index(x), ((t // SPEC.ds_buffers) & 1) ^ 1)
     S.ds.index(x * 2 + W).store(ds)
     fence_async_shared()
     mbarrier.arrive(S.ds_full.index(x), count=1)
-    dv = warpgroup_mma_wait(1, deps=[dv_new])
-    mbarrier.arrive(S.do_empty.index(stage), count=1)
-    dk = warpgroup_mma_wait(0, deps=[dk_new])
-    mbarrier.arrive(S.q_empty.index(stage), count=1)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk_new, dv_new])
+    mbarrier.arrive(S.rows_empty.index(stage), count=1)
     return dk, dv
 
 
@@ -268,36 +265,30 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     ST: gl.constexpr = SPEC.stages
     DS: gl.constexpr = SPEC.ds_buffers
     DQ: gl.constexpr = SPEC.dq_buffers
-    KB: gl.constexpr = SPEC.kv_buffers
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    dq = gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout)
-    rounded = dq
-    if SPEC.rounds:
-        rounded = gl.allocate_shared_memory(gl.float32, [D // COLUMNS, BM, COLUMNS], dq_desc.layout)
     S = Shared(
-        gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
-        gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
+        gl.allocate_shared_memory(DT, [2, PIECE, D], TILE),
+        gl.allocate_shared_memory(DT, [2, PIECE, DV], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, D], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, DV], TILE),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
-        dq,
-        new_barriers(2 * KB, 1),
+        gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [BM, COLUMNS], dq_desc.layout),
+        gl.allocate_shared_memory(DT, [BM, D], TILE),
+        new_barriers(2, 1),
         new_barriers(ST, 1),
-        new_barriers(ST, 1),
-        new_barriers(ST, 2),
         new_barriers(ST, 2),
         new_barriers(DS, 2),
         new_barriers(DS, 1),
         new_barriers(DQ, 1),
         new_barriers(DQ, 1),
         new_barriers(1, 1),
-        new_barriers(KB, 2),
-        new_barriers(SPEC.landings, 1),
-        new_barriers(SPEC.landings, 1),
-        rounded,
-        new_barriers(D // COLUMNS, 1),
+        new_barriers(1, 2),
+        new_barriers(1, 1),
+        new_barriers(TURNS, 1),
+        new_barriers(TURNS, 1),
     )
     fence_async_shared()
     return S

@@ -20,16 +20,19 @@ ROWS = tl.constexpr(64)
 
 _SIZES = "num_blocks num_heads seqlen_q tokens_q stats_width".split()
 _NUMBERS = [*_SIZES, "stride_ob", "stride_os", "stride_oh", "num_sequences"]
+_NUMBERS += ["group", "units", "lag", "ctas"]
 
 
 @triton.jit
 def _locate(
-    cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED: tl.constexpr
+    cu_seqlens_q, first_head, num_blocks, num_heads, seqlen_q, tokens_q, stats_width,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Row block, sequence, head, length; first row in (T, H) and (H, T) order and in the stats."""
     program = tl.program_id(0)
     index = program // num_blocks
     block = program - index * num_blocks
+    index += first_head
     batch = index // num_heads
     head = index % num_heads
     if PACKED:
@@ -52,19 +55,26 @@ def attn_bwd_pre_hopper(
     out, dout, lse, dlse, sinks, cu_seqlens_q, stats, delta, dq_sum, counters, dsinks,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
     num_blocks, num_sequences, num_heads, seqlen_q, tokens_q: tl.int64, stats_width: tl.int64,
+    group, units, lag, ctas,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    lse_unit: tl.float32, UNIT: tl.constexpr, PACKED: tl.constexpr,
+    lse_unit: tl.float32, UNIT: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One program: -LSE in `lse_unit`, -D and a cleared dQ of 64 rows of a head.
+
+    dQ's sum is cleared for the first `lag` units only, and counted as cleared by all their `ctas`
+    CTAs (`backward_round`); `counters` go on with those of the tiles of dQ, where it is ordered.
 
     `out`, `lse` and `dlse` are contiguous; strides of dout come in UNIT elements; `dsinks` is
     (blocks, B, H) float32, the rows' part of the sinks' gradient.
     """
     block, batch, head, length, first, in_lse, in_stats = _locate(
-        cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
+        cu_seqlens_q, 0, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
     )
     start = block * ROWS
     slot = (block * num_sequences + batch) * num_heads + head
+    unit = (batch * num_heads + head) // group
+    if counters is not None and block == 0:
+        tl.store(counters + unit, tl.where(unit < lag, ctas, 0))
     if start >= tl.cdiv(length, STATS_BLOCK) * STATS_BLOCK:
         if sinks is not None:
             tl.store(dsinks + slot, 0.0)
@@ -95,26 +105,26 @@ def attn_bwd_pre_hopper(
         tl.where(empty, tl.where(lse_unit > 0, float("-inf"), float("inf")), -row_lse * lse_unit),
     )
     tl.store(delta + in_stats + rows, -d)
-    if dq_sum is not None:
+    if dq_sum is not None and unit < lag:
         to = dq_sum + (in_stats + row) * WIDTH + tl.arange(0, WIDTH)[None, :]
         tl.store(to, tl.zeros([ROWS, WIDTH], tl.float32))
-    if counters is not None:
-        tl.store(counters + (in_stats + start) // ROWS, 0)
+    if ORDERED:
+        tl.store(counters + units + (in_stats + start) // ROWS, 0)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         mass = tl.where(empty, 0.0, tl.exp2(sink - row_lse * LOG2E) * d)
         tl.store(dsinks + slot, -tl.sum(mass, 0))
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, "first_head"])
 def attn_bwd_post_hopper(
-    dq_sum, dq, cu_seqlens_q, num_blocks, num_heads, seqlen_q,
+    dq_sum, dq, cu_seqlens_q, first_head, num_blocks, num_heads, seqlen_q,
     tokens_q: tl.int64, stats_width: tl.int64, scale: tl.float32,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of 64 rows of a head, from its float32 sum."""
     block, _, head, length, first, _, in_stats = _locate(
-        cu_seqlens_q, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
+        cu_seqlens_q, first_head, num_blocks, num_heads, seqlen_q, tokens_q, stats_width, PACKED
     )
     start = block * ROWS
     if start >= length:

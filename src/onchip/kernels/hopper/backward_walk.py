@@ -29,6 +29,8 @@ class Sizes(NamedTuple):
     stats_width: gl.tensor  # rows of a line of LSE, D and the float32 dQ
     left: gl.tensor
     right: gl.tensor
+    units: gl.tensor  # heads of K of all sequences
+    lag: gl.tensor  # see `backward_round`
 
 
 class Sources(NamedTuple):
@@ -96,30 +98,30 @@ def stats_row(batch, q_start, sizes, PACKED: gl.constexpr):
         return batch * sizes.num_heads * sizes.stats_width
 
 
-@gluon.jit
-def num_tiles(sizes, SPEC: gl.constexpr):
-    """Tiles of keys that a CTA owns, one after the other."""
-    if SPEC.whole:
-        return (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
-    else:
-        return 1
+class Unit(NamedTuple):
+    """The CTAs of one head of K of a sequence, and this CTA's place among them."""
+
+    index: gl.tensor
+    ctas: gl.tensor
+    place: gl.tensor
 
 
 @gluon.jit
-def plan_keys(sizes, n, SPEC: gl.constexpr):
-    """The walk over queries of the n-th tile of keys that the CTA owns."""
+def own_unit(sizes, SPEC: gl.constexpr):
+    """The unit that the CTA belongs to."""
+    ctas = (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
+    index = gl.program_id(0) // ctas
+    return Unit(index, ctas, gl.program_id(0) - index * ctas)
+
+
+@gluon.jit
+def plan_keys(sizes, SPEC: gl.constexpr):
+    """The walk over queries of the CTA that owns a tile of keys."""
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
-    num_n = (sizes.seqlen_k + BN - 1) // BN
-    program = gl.program_id(0)
-    if SPEC.whole:
-        index = program
-        tile = n
-    else:
-        index = program // num_n
-        tile = program - index * num_n
-        if SPEC.ordered and SPEC.has_right:
-            tile = num_n - 1 - tile  # a CTA waits for those that have started before it only
+    index, num_n, tile = own_unit(sizes, SPEC)
+    if SPEC.ordered and SPEC.has_right:
+        tile = num_n - 1 - tile  # a CTA waits for those that have started before it only
     key = tile * BN
     batch = index // sizes.num_kv_heads
     length_q, q_start, q_batch, q_end, q_row = span(
@@ -157,27 +159,36 @@ def plan_keys(sizes, n, SPEC: gl.constexpr):
     )  # fmt: skip
 
 
-class Keys(NamedTuple):
-    """A tile of keys that a CTA owns, and the steps in which it meets tiles of queries.
+@gluon.jit
+def num_steps(walk, sizes):
+    """Steps of the CTA that owns keys, and how many of them, the first ones, are masked."""
+    masked = walk.edges * sizes.group
+    return masked + walk.inner * sizes.group, masked
 
-    Steps are counted on from tile to tile: [start, edges) are masked, [edges, end) are not.
-    """
 
-    n: gl.tensor
-    tiles: gl.tensor  # that the CTA owns
-    slot: gl.tensor  # its buffer of K and V
-    start: gl.tensor
-    edges: gl.tensor
-    end: gl.tensor
+class Rows(NamedTuple):
+    """The queries of all heads that read one head of K, of one sequence."""
+
+    head: gl.tensor  # the first of them
+    tiles: gl.tensor  # of BM rows, of a head
+    q_batch: gl.tensor  # see `Walk`
+    q_end: gl.tensor
+    q_row: gl.tensor
+    line: gl.tensor  # row of the float32 dQ where the first head begins
+    stride: gl.tensor
 
 
 @gluon.jit
-def meet_keys(sizes, n, start, SPEC: gl.constexpr):
-    """The walk and the steps of the CTA's n-th tile of keys."""
-    walk = plan_keys(sizes, n, SPEC)
-    edges = start + walk.edges * sizes.group
-    end = edges + walk.inner * sizes.group
-    return walk, Keys(n, num_tiles(sizes, SPEC), n % SPEC.kv_buffers, start, edges, end)
+def rows_of(unit, sizes, SPEC: gl.constexpr):
+    """The queries of a unit."""
+    batch = unit // sizes.num_kv_heads
+    head = (unit - batch * sizes.num_kv_heads) * sizes.group
+    length, q_start, q_batch, q_end, q_row = span(
+        sizes.cu_seqlens_q, batch, sizes.seqlen_q, SPEC.packed
+    )
+    line = stats_row(batch, q_start, sizes, SPEC.packed) + head * sizes.stats_width
+    tiles = (length + SPEC.block_m - 1) // SPEC.block_m
+    return Rows(head, tiles, q_batch, q_end, q_row, line, sizes.stats_width)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.gluon_names import gl, mbarrier
+from onchip.kernels.hopper.gluon_names import gl, mbarrier, wait_for_all
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -21,28 +21,18 @@ def fence_async():
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-    gl.thread_barrier()
-
-
-@gluon.jit
-def settle(NEWEST: gl.constexpr = 0):
-    """Waits until what this role's threads wrote or added by TMA is in memory, except for the
-    NEWEST copies.
-
-    `tma.store_wait` waits until shared memory has been read.
-    """
-    LANES: gl.constexpr = 32 * gl.num_warps()
-    ASM: gl.constexpr = f"cp.async.bulk.wait_group {NEWEST}; fence.acq_rel.gpu; mov.b32 $0, $1;"
-    x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
+    wait_for_all()
 
 
 @gluon.jit
 def pass_turn(counter, NEWEST: gl.constexpr):
-    """Lets the next one go when what this role's threads added by TMA, except for the NEWEST
-    copies, is in memory."""
-    settle(NEWEST)
+    """Lets the next one go when what this role's threads wrote or added by TMA, except for the
+    NEWEST copies, is in memory; `tma.store_wait` waits until shared memory has been read."""
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    ASM: gl.constexpr = f"cp.async.bulk.wait_group {NEWEST}; mov.b32 $0, $1;"
+    x = gl.full([LANES], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_all()
     gl.atomic_add(counter, 1, sem="release")
 
 

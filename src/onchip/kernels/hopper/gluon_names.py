@@ -15,6 +15,7 @@ from onchip.kernels.gluon_names import (  # noqa: F401
     tma_load,
     tma_reduce_add,
     tma_store,
+    wait_for_all,
     warpgroup_mma,
     warpgroup_mma_wait,
 )

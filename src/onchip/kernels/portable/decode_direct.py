@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
+from onchip.kernels.gluon_names import wait_for_all
 from onchip.kernels.portable.decode_direct_results import (
     LOWEST,
     finish,
@@ -40,7 +41,6 @@ from onchip.kernels.portable.decode_direct_tiles import (
     prepared,
     rings,
     turned,
-    wait_for_all,
     width_of,
 )
 

@@ -12,6 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import constexpr_function
 
+from onchip.kernels.gluon_names import as_tile
+
 
 class Cache(NamedTuple):
     """The keys and values of one sequence and head."""
@@ -44,21 +46,6 @@ def _stored(spec, as_bytes):
     return gl.SwizzledSharedLayout(vector, 8 // phases, phases, [2, 1, 0])
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def _as_bytes(words, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory seen as float8 (Triton 3.9 and later)."""
-        return words.reinterpret(gl.float8e4nv, SHAPE, LAYOUT)
-
-else:
-
-    @gluon.jit
-    def _as_bytes(words, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Shared memory seen as float8 (3.6 to 3.8)."""
-        return words._reinterpret(gl.float8e4nv, SHAPE, LAYOUT)
-
-
 if hasattr(async_copy, "async_load"):
 
     @gluon.jit
@@ -72,21 +59,6 @@ else:
     def _copy(target, source, mask):
         """Starts to copy; what is masked becomes 0 (3.6 and 3.7)."""
         async_copy.async_copy_global_to_shared(target, source, mask=mask)
-
-
-if hasattr(gl, "thread_barrier"):
-
-    @gluon.jit
-    def wait_for_all():
-        """Waits for the program's other threads (Triton 3.6)."""
-        gl.thread_barrier()
-
-else:
-
-    @gluon.jit
-    def wait_for_all():
-        """Waits for the program's other threads (3.7 and later)."""
-        gl.barrier()
 
 
 @constexpr_function
@@ -212,7 +184,7 @@ def rings(cache: Cache, SPEC: gl.constexpr, STAGES: gl.constexpr):
     keys = k_ring
     if SPEC.is_float8:
         DIM: gl.constexpr = SPEC.dim
-        keys = _as_bytes(k_ring, [STAGES, W, 16, DIM], _stored(SPEC, True))
+        keys = as_tile(k_ring, gl.float8e4nv, [STAGES, W, 16, DIM], _stored(SPEC, True))
     return k_ring, v_ring, keys
 
 
