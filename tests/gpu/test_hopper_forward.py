@@ -50,6 +50,7 @@ CASES = {
     "right": Case((900,), (1001,), window=(-1, 90), heads=4, kv_heads=2),
     "window": Case((1000,), (1300,), window=(200, 90)),
     "window_square": Case((1000,), (1000,), window=(200, 0)),
+    "window_beyond_tile": Case((1000,), (1000,), window=(200, 128)),
     "window_left": Case((1000,), (1300,), window=(333, -1)),
     "window_diagonal": Case((1000,), (1300,), window=(0, 0)),
     "window_more_queries": Case((1300,), (600,), window=(100, 0)),

@@ -50,6 +50,7 @@ class Code:
         has_softcap: whether logits are capped.
         alibi_dim: dimensions of the slopes, 0 for none.
         has_sinks: whether exp(sink) joins each denominator.
+        is_causal: whether the right edge ends with the keys.
         is_short: whether no CTA has more than two tiles, so that how it ends counts.
     """
 
@@ -70,6 +71,7 @@ class Code:
     has_softcap: bool
     alibi_dim: int
     has_sinks: bool
+    is_causal: bool
     is_short: bool = False
 
     def __getattr__(self, name: str):
@@ -116,9 +118,10 @@ class Code:
     def is_halved(self) -> bool:
         """Whether a tile's first warpgroup sees no more than half of its last K/V tile.
 
-        So it is where the right edge ends rows and keys of tiles of 128 alike.
+        So it is where a causal edge ends rows and keys of tiles of 128 alike; another one may lie
+        beyond the last key.
         """
-        is_aligned = self.has_right and not self.cuts_two and not self.skips
+        is_aligned = self.is_causal and not self.cuts_two and not self.skips
         return is_aligned and self.block_n == 128 and not self.q_in_registers
 
     @property
@@ -370,6 +373,7 @@ def code_of(config: Config, problem: Problem) -> Code:
         has_softcap=problem.softcap > 0,
         alibi_dim=problem.alibi,
         has_sinks=problem.sinks,
+        is_causal=problem.mask.causal,
     )
 
 
