@@ -199,6 +199,8 @@ def test_the_record_takes_few_queries_and_comes_before_the_forward():
     for batch, queries, name in ((8, 64, "hopper"), (8, 32, "decode"), (1, 64, "decode")):
         problem = _on_gpu(call, batch=batch, seqlen_q=queries, **packed)
         assert dispatch.choose(problem).name == name, (batch, queries)
+        # Bits of a sequence must not depend on its neighbours where pieces are asked for.
+        assert dispatch.choose(replace(problem, num_splits=1)).name == "decode", (batch, queries)
     whole = build(replace(CASES["dense_whole"], dtype=torch.float16))
     assert dispatch.choose(_on_gpu(whole)).name == "hopper"
     assert dispatch.choose(_on_gpu(whole, seqlen_k=1024)).name == "decode"
