@@ -115,6 +115,13 @@ def test_calls_of_many_rows_and_sequences_go_to_the_decode():
     assert dispatch.choose(replace(problem, softcap=1.0)).name == "hopper"  # would read K 4 times
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_with_splits_given_neighbours_do_not_change_the_kernel(kv_dtype):
+    problem = replace(_many_rows(), kv_dtype=kv_dtype, seqlen_q=40, seqlen_k=3008, num_splits=1)
+    for batch in (1, 37, 500):
+        assert dispatch.choose(replace(problem, batch=batch)).name == "decode"
+
+
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_how_it_cuts_does_not_change_how_a_sequence_is_added_up(batch):
     """With one split a sequence's bits do not depend on its neighbours."""

@@ -231,9 +231,9 @@ def _decode_reasons(problem: Problem) -> list[str]:
     blocks = -(-problem.seqlen_q * problem.group // 64)  # of rows: each reads the keys
     if suits_tall(problem):
         blocks = 1
-    # With pieces asked for, a sequence's bits must not depend on the number of its neighbours.
-    is_full = problem.batch * problem.num_kv_heads * blocks > NUM_SMS and not problem.num_splits
-    if not always and blocks > 2 and is_full:
+    # With splits given, a sequence's bits must not depend on the number of its neighbours.
+    always = always or problem.num_splits > 0
+    if not always and blocks > 2 and problem.batch * problem.num_kv_heads * blocks > NUM_SMS:
         # H200, 2026-11-30, 8 sequences, 32/8 heads, S_q = 64: 4k keys 116 us against 106 of the
         # forward, 32k 866 against 764; S_q = 32 69 against 111 and 441 against 785.
         return [f"reads K and V {blocks} times for so many rows, and there are sequences enough"]
