@@ -96,34 +96,65 @@ def gpu(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return f"{where}:\n\n{table(['part', 'D', 'N', 'mask', *heads], rows)}"
 
 
-def hopper(folder: Path = RESULTS / "h200") -> str:
-    """The Hopper kernels beside the best that ran with them, from two results.
+_PEER_HEADS = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN"}
+
+
+def hopper(path: Path = RESULTS / "h200" / "hopper.json") -> str:
+    """Public calls of the Hopper kernels beside every peer, in one process in turns.
 
     Args:
-        folder: holds hopper_forward.json (beside FlashAttention-3) and hopper_backward.json
-            (beside cuDNN), whose cells have `dim`, `length`, `causal` and `tflops` by name.
+        path: what `python -m onchip.bench attention --kernel hopper --peers cudnn,fa3,fa4` wrote.
     """
-    found: dict[tuple, list[str]] = {}
-    for part, peer in (("forward", "fa3"), ("backward", "cudnn")):
-        report = json.loads((folder / f"hopper_{part}.json").read_text(encoding="utf-8"))
-        for cell in report["cells"]:
-            speed, other = cell["tflops"]["onchip"], cell["tflops"][peer]
-            words = [f"{speed:.0f}", f"{other:.0f}", f"{speed / other:.2f}x"]
-            key = (cell["dim"], cell["length"], cell["causal"])
-            found[key] = found.get(key, []) + words
+    report = json.loads(path.read_text(encoding="utf-8"))
     where = "{device}, torch {torch}, triton {triton}, {date}, bfloat16, TFLOP/s".format(**report)
-    where += f". Backward: {report['about']}"
-    rows = [
-        [str(dim), str(length), "causal" if causal else "full", *words]
-        for (dim, length, causal), words in sorted(found.items())
-        if len(words) == 6
-    ]
-    head = ["D", "N", "mask", "forward", "FlashAttention-3", "", "backward", "cuDNN", ""]
+    head = ["part", "D", "N", "mask", "onchip", *_PEER_HEADS.values(), "of the best"]
+    cells = sorted(report["cells"], key=lambda c: (c["part"] != "forward", *_of_cell(c)))
+    rows = [[c["part"], *_call_words(c), *_speed_words(c["tflops"])] for c in cells]
     return f"{where}:\n\n{table(head, rows)}"
 
 
+def _of_cell(cell: dict) -> tuple:
+    return cell["dim"], cell["length"], cell["causal"]
+
+
+def _call_words(cell: dict) -> list[str]:
+    return [str(cell["dim"]), str(cell["length"]), "causal" if cell["causal"] else "full"]
+
+
+def _speed_words(speeds: dict[str, float]) -> list[str]:
+    """onchip's, each peer's, and onchip's over the quickest peer's."""
+    peers = [f"{speeds[name]:.0f}" if name in speeds else "" for name in _PEER_HEADS]
+    best = max(speeds[name] for name in _PEER_HEADS if name in speeds)
+    return [f"{speeds['onchip']:.0f}", *peers, f"{speeds['onchip'] / best:.2f}x"]
+
+
+def layer(path: Path = RESULTS / "h200" / "hopper.json") -> str:
+    """Forward and backward of one causal layer of 64k tokens, from the same run as `hopper`."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    names = {"onchip": "onchip", **_PEER_HEADS}
+    rows = [
+        [names[row["name"]], f"{row['ms']:.1f}", str(row["peak_mib"])]
+        for row in report["varied"]
+        if row["case"] == "layer"
+    ]
+    return table(["forward and backward", "ms", "peak memory over the inputs, MiB"], rows)
+
+
+def deterministic(path: Path = RESULTS / "h200" / "hopper.json") -> str:
+    """The backward with sums in a fixed order beside the default, in turns."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for row in report["varied"]:
+        if row["case"] == "deterministic":
+            fixed, usual = row["tflops"]["deterministic"], row["tflops"]["default"]
+            rows.append(
+                [*_call_words(row), f"{usual:.0f}", f"{fixed:.0f}", f"{fixed / usual:.2f}x"]
+            )
+    return table(["D", "N", "mask", "default", "deterministic", ""], rows)
+
+
 def hopper_others(path: Path = RESULTS / "h200" / "hopper_forward.json") -> str:
-    """The Hopper forward beside FlashAttention-3 in other calls than dense bfloat16 squares.
+    """The Hopper forward's kernels alone beside FlashAttention-3, in all kinds of calls.
 
     Args:
         path: what `benchmarks/hopper_forward.py` wrote.
@@ -133,7 +164,9 @@ def hopper_others(path: Path = RESULTS / "h200" / "hopper_forward.json") -> str:
         return "No results recorded yet."
     where = "{device}, torch {torch}, triton {triton}, {date}, TFLOP/s".format(**report)
     head = ["call", "D", "N", "mask", "onchip", "FlashAttention-3", ""]
-    return f"{where}:\n\n{table(head, [_other_row(row) for row in report['others']])}"
+    dense = [{"case": "16k tokens, kernels alone"} | cell for cell in report["cells"]]
+    rows = [_other_row(row) for row in (*dense, *report["others"])]
+    return f"{where}:\n\n{table(head, rows)}"
 
 
 def _other_row(row: dict) -> list[str]:
@@ -168,7 +201,8 @@ def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
     """Windows, packed sequences and memory, from the same run as `gpu`."""
     report = json.loads(path.read_text(encoding="utf-8"))
     head = ["case", "part", "D", "mask", "measured", "against"]
-    rows = [_varied_row(row) for row in report.get("varied", []) if row["case"] != "layer"]
+    shown = ("memory", "window", "varlen")
+    rows = [_varied_row(row) for row in report.get("varied", []) if row["case"] in shown]
     return table(head, rows) if rows else "No results recorded yet."
 
 
@@ -351,6 +385,8 @@ PAGES = {
         "cpu",
         "kernels_alone",
         "hopper",
+        "deterministic",
+        "layer",
         "hopper_others",
         "gpu",
         "varied",
@@ -366,6 +402,8 @@ TABLES = {
     "counters": counters,
     "cpu": cpu,
     "hopper": hopper,
+    "deterministic": deterministic,
+    "layer": layer,
     "hopper_others": hopper_others,
     "gpu": gpu,
     "kernels_alone": kernels_alone,

@@ -1,4 +1,5 @@
-"""Calls other than dense squares on a GPU: a window, packed sequences, memory, a long layer.
+"""Calls other than dense squares on a GPU: a window, packed sequences, sums in a fixed order,
+memory, a long layer.
 
 Each is held against onchip's own dense call of the same kernel, measured in turns; the layer of a
 long sequence against peers.
@@ -106,6 +107,21 @@ def memory(kernel: str | None, length: int = 65536, heads: int = 16, dim: int = 
     return {"case": "memory", "length": length, "of_tensors": peak_bytes / named_bytes}
 
 
+def deterministic(dim: int, rounds: int, kernel: str | None) -> dict:
+    """TFLOP/s of the backward with sums in a fixed order and without, causal, N = 16k."""
+    leaves = _leaves(1, TOKENS, WIDTH // dim, dim)
+    runs = {}
+    for name in ("default", "deterministic"):
+        call = functools.partial(
+            attention, causal=True, kernel=kernel, deterministic=name != "default"
+        )
+        runs[name] = _parts(call, leaves)["backward"]
+    us = _medians_us(runs, rounds)
+    tflops = {name: 10 * TOKENS**2 * WIDTH / 2 / 1e6 / each for name, each in us.items()}
+    facts = {"case": "deterministic", "dim": dim, "length": TOKENS, "causal": True}
+    return {**facts, "tflops": tflops}
+
+
 LAYER_LENGTH, LAYER_HEADS, LAYER_DIM = 65536, 16, 128
 
 
@@ -151,6 +167,7 @@ def measure(rounds: int, kernel: str | None) -> list[dict]:
     jobs: list[Callable[[], list[dict]]] = [lambda: [memory(kernel)]]
     for dim in (64, 128, 256):
         jobs.append(lambda dim=dim: window(dim, rounds, kernel))
+        jobs.append(lambda dim=dim: [deterministic(dim, rounds, kernel)])
         for causal in (False, True):
             jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds, kernel))
     for job in jobs:
