@@ -22,7 +22,7 @@ only, and need not wait for each other.
     round_dq  a warp that clears that sum for later heads and rounds it to dQ for earlier ones
 
 At 64, S and dP are issued together, and K and V wait in registers, so that these products read
-half as much from shared memory (551 / 551 TFLOP/s at 16k, 515 / 540 without; H200, 2026-11-30);
+half as much from shared memory (K alone: 551 / 551 TFLOP/s at 16k, 515 / 540 without; H200);
 over 64 there are no registers for that: P is made and kept in 16 bits while dP is under way, and
 dS while P's product is. That reads 368 KiB from shared memory for each 64 x 128 of S at D = 128,
 which takes longer than its products would.
