@@ -27,18 +27,15 @@ INPUTS = {
         "lengths": [[130, 30], [64, 300], [0, 5], [200, 200]], "causal": True, "packed": True
     },
 }  # fmt: skip
-USUAL = {
-    "warpgroups": 2, "block_n": 128, "stages": 2, "q_buffers": 2, "turns": True, "late": False,
-    "two_level": True, "registers": 240,
-}  # fmt: skip
+USUAL = {"warpgroups": 2, "stages": 2, "q_buffers": 2, "turns": True, "registers": 240}
 SERIAL = USUAL | {"serial": True}
 CONFIGS = {
     "usual": USUAL,
-    "late": USUAL | {"late": True, "turns": False},
+    "free": USUAL | {"turns": False},
     "one_level": USUAL | {"two_level": False},
     "serial": SERIAL,
     "serial_of_three": SERIAL | {"warpgroups": 3, "registers": 160},
-    "serial_in_parts": SERIAL | {"parts": 2, "q_buffers": 1, "turns": False},
+    "serial_in_parts": SERIAL | {"parts": 2, "q_buffers": 1},
     "serial_one_level": SERIAL | {"two_level": False, "stages": 3},
 }
 CASES = [(inputs, config) for config in CONFIGS for inputs in INPUTS]

@@ -1,10 +1,14 @@
 """A consumer of the Hopper float8 forward: a warpgroup that computes 64 rows of every tile.
 
-As `consumer.py`, with four differences. S is multiplied by its blocks' scales, so that the running
-maximum is one of base 2 logits. P is rounded to float8 as P * 2^8, and its registers are what
-wgmma takes as they are: V's columns are in that order (`fp8_layout`). P V of a K/V tile is summed
-from zero, then O = O * factor + P V in float32 ("two-level"): the factor rescales to the new
-maximum and to the units of the tile's V scale at once. O leaves through buffers of its own.
+As `consumer.py`, with five differences. S is multiplied by its blocks' scales, so that a row's
+base, which stands in for its maximum, is a base 2 logit. P is rounded to float8, and its words are
+what wgmma takes as they are: V's columns are in that order (`fp8_layout`). Row sums are those of
+the rounded P, by a product with ones, so that they cost no additions. P V of a K/V tile is summed
+from zero, then O = O * factor + P V in float32 ("two-level"): the factor rescales to a new base
+and to the units of the tile's V scale at once. O leaves through buffers of its own.
+
+The weights of half of a tile's keys are made while P V of the tile before is under way: its first
+operand is in registers, so that half of its time passes until it is issued at all.
 
 Values are always finite (`quantize_qkv` moves NaN to keys), so nothing needs repair.
 
@@ -27,6 +31,15 @@ from onchip.kernels.hopper.consumer import (
     tile_number,
 )
 from onchip.kernels.hopper.fp8_producer import first_block
+from onchip.kernels.hopper.fp8_weights import (
+    first_weights,
+    keys_of_words,
+    lower_weights,
+    operand,
+    quotient,
+    times,
+    upper_weights,
+)
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -36,18 +49,8 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
-from onchip.kernels.hopper.softmax import (
-    Terms,
-    base_of,
-    logits,
-    row_maximum,
-    row_sums,
-    scaled_sums,
-    slope_of,
-    unit_of,
-    with_sink,
-)
+from onchip.kernels.hopper.shared import Outputs, place_of, plane
+from onchip.kernels.hopper.softmax import Terms, logits, slope_of, unit_of, with_sink
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
@@ -62,7 +65,7 @@ from onchip.kernels.hopper.tiles import (
 
 BLOCK_Q = gl.constexpr(fp8_layout.BLOCK_Q)
 BLOCK_K = gl.constexpr(fp8_layout.BLOCK_K)
-SHIFT = gl.constexpr(float(fp8_layout.P_SHIFT))
+ONES = gl.constexpr(8)  # rows of the tile of ones: the fewest that wgmma multiplies with
 
 
 @gluon.jit
@@ -94,6 +97,21 @@ class Scales(NamedTuple):
     v_strides: object
 
 
+class Tiles(NamedTuple):
+    """Shared memory: as `shared.Shared`, and a tile of ones, which sums weights."""
+
+    q: object  # (q_buffers * warpgroups, 1, 1, 64, D)
+    k: object  # (stages, 1, 1, BN, D)
+    v: object  # (stages, 1, 1, D_v, BN)
+    o: object  # (warpgroups, 1, 1, 64, D_v / parts)
+    q_full: object
+    q_empty: object
+    k_full: object
+    v_full: object
+    notes: object
+    ones: object  # (8, BN)
+
+
 class Factors(NamedTuple):
     """One warpgroup's rows of a tile: their scale, and where its keys' scales begin."""
 
@@ -105,11 +123,11 @@ class Factors(NamedTuple):
 class Walk(NamedTuple):
     """What a consumer carries from K/V tile to K/V tile."""
 
-    p: object  # weights of the last S times 2^8, `packed`
+    p: object  # words of the last S's weights
     acc: object  # (64, D_v) float32, without the last P V and its factor
-    factor: object  # (64,) what acc must be multiplied by before the last P V is added
-    m: object  # (64,) running maximum of the logits
-    l: object  # (64, 4) running sums of P times 2^8
+    factor: object  # (64, 4) what acc must be multiplied by before the last P V is added
+    base: object  # (64, 4) the logit of P = 1
+    l: object  # (64, ONES) running sums of P but for the last
     unit: object  # V's scale in the last tile
 
 
@@ -143,7 +161,7 @@ def scales_at(key, factors: Factors, scales: Scales):
 
 
 @gluon.jit
-def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
+def _scores(i, count, more, at: Tiles, W: gl.constexpr, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once that is there."""
     BN: gl.constexpr = C.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -157,13 +175,20 @@ def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
+def row_sums(p, at: Tiles):
+    """Issues P times ones, (64, ONES)."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 32])
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+    zeros = gl.zeros([64, ONES], gl.float32, LAYOUT)
+    return warpgroup_mma(p, at.ones.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _product(p, walk: Walk, count, at: Tiles, C: gl.constexpr):
     """Issues P V of V tile `count`, once it is there: from zero, or on top of O."""
     slot = slot_of(count, C)
     mbarrier.wait(at.v_full.index(slot), phase_of(count, C))
     v = plane(at.v.index(slot), C.width_v, C.block_n).permute((1, 0))
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc.type.layout, 4)
-    p = operand(walk.p, P_LAYOUT)
     if C.two_level:
         zeros = gl.zeros_like(walk.acc)
         return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
@@ -172,41 +197,12 @@ def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
 
 
 @gluon.jit
-def _summed(walk: Walk, product, following, C: gl.constexpr):
-    """O with the product, and before the next one is issued."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+def _summed(walk: Walk, product, C: gl.constexpr):
+    """O with the product; with one level O is in it."""
     if C.two_level:
-        return walk.acc * gl.convert_layout(walk.factor, ROWS)[:, None] + product
+        return times(walk.acc, walk.factor) + product
     else:
-        return product * gl.convert_layout(following, ROWS)[:, None]
-
-
-@gluon.jit
-def packed(weights):
-    """P (64, BN) in float8, four keys a word: word 4i + t has keys 16i + 8a + 2t + c at 2a + c.
-
-    That is the order of V's columns, and no data moves. Words, since Triton would carry bytes
-    from step to step one in each register.
-    """
-    BN: gl.constexpr = weights.shape[1]
-    x = gl.reshape(weights, [64, BN // 16, 2, 4, 2])  # a, t, c
-    left, right = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
-    a, b = gl.split(left)
-    c, d = gl.split(right)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-        "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def operand(words, LAYOUT: gl.constexpr):
-    """`packed` words as wgmma's first operand (64, BN)."""
-    pairs = gl.join(words, words)
-    x = gl.reshape(gl.join(pairs, pairs), [64, words.shape[1] * 16])
-    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv,
-                                     is_pure=True, pack=4)  # fmt: skip
+        return product
 
 
 @gluon.jit
@@ -217,49 +213,39 @@ def under(terms: Terms, scale):
 
 @gluon.jit
 def _step(
-    i, phase, walk: Walk, count, key, view: View, terms: Terms, factors: Factors, scales: Scales,
-    at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    i, walk: Walk, count, key, view: View, terms: Terms, factors: Factors, scales: Scales,
+    at: Tiles, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One K/V tile further; Q's buffer `i` became full in `phase`."""
+    """One K/V tile further, with Q's buffer `i`."""
     scale, unit_v = scales_at(key, factors, scales)
     terms = under(terms, scale)
     unit = unit_of(terms, C)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc.type.layout, 4)
+    p = operand(walk.p, P_LAYOUT)
     s = _scores(i, count + 1, True, at, W, C)
-    product = _product(walk, count, at, C)
+    sums = row_sums(p, at)
+    product = _product(p, walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
-    s = warpgroup_mma_wait(1, deps=[s])
-    if C.late:
-        release(count + 1, 0, C)
+    s = warpgroup_mma_wait(2, deps=[s])
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
-    m = gl.maximum(walk.m, row_maximum(s) * unit)
-    base = base_of(m, MASKED)
-    alpha = gl.exp2(walk.m - base)
-    following = alpha * (walk.unit / unit_v)
-    acc = walk.acc
-    if not C.late:
-        # Behind the maximum: a release keeps the wait for O below what stands above it.
-        release(count + 1, 0, C)
-        product = warpgroup_mma_wait(0, deps=[product])
-        release(count, 1, C)
-        acc = _summed(walk, product, following, C)
-    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
-    l = scaled_sums(walk.l, alpha) + row_sums(weights)
-    if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
-        mbarrier.wait(at.q_full.index(i), phase)
-        product = warpgroup_mma_wait(0, deps=[product])
-        release(count, 1, C)
-    p = packed(weights)
-    if C.late:
-        acc = _summed(walk, product, following, C)
-    return Walk(p, acc, following, m, l, unit_v)
+    lower, upper = keys_of_words(s)
+    first = lower_weights(lower, unit, walk.base)
+    # Behind these: a release keeps the wait for O below what stands above it.
+    release(count + 1, 0, C)
+    sums, product = warpgroup_mma_wait(0, deps=[sums, product])
+    release(count, 1, C)
+    acc = _summed(walk, product, C)
+    words, base, alpha = upper_weights(lower, upper, first, unit, walk.base)
+    following = alpha * quotient(walk.unit, unit_v)
+    if not C.two_level:
+        acc = times(acc, following)
+    return Walk(words, acc, following, base, times(walk.l + sums, alpha), unit_v)
 
 
 @gluon.jit
-def open_tile(
-    tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr
-):
+def open_tile(tile: Tile, more, count, done, at: Tiles, n: Sizes, W: gl.constexpr, C: gl.constexpr):
     """Issues a tile's first S, of K tile `count` or the one behind it.
 
     Returns:
@@ -279,34 +265,44 @@ def open_tile(
 
 @gluon.jit
 def first_walk(
-    s, end, view: View, terms: Terms, factors: Factors, scales: Scales, n: Sizes, C: gl.constexpr
+    s, acc, end, view: View, terms: Terms, factors: Factors, scales: Scales, n: Sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """A tile's statistics after its first S, which the right edge crosses; P is still float32."""
+    """A tile's walk after its first S, which the right edge crosses; `acc` is O = 0."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 32])
     key = (end - 1) * C.block_n
     scale, unit_v = scales_at(key, factors, scales)
     terms = under(terms, scale)
-    unit = unit_of(terms, C)
     s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
-    m = row_maximum(s) * unit
-    base = base_of(m, C.may_be_empty)
-    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
-    return weights, m, row_sums(weights), unit_v
+    words, base = first_weights(s, unit_of(terms, C))
+    l = gl.zeros([64, ONES], gl.float32, LAYOUT)
+    return Walk(words, acc, gl.zeros_like(base), base, l, unit_v)
 
 
 @gluon.jit
-def _finish(
-    walk: Walk, product, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
-):  # fmt: skip
-    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
-    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    top, l, factor = with_sink(walk.m - SHIFT, l, view.tile.head, 1.0, terms, C)
+def denominators(base, l, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Stores the LSE; a row without keys has -inf.
+
+    Returns:
+        What O is to be multiplied by, but for V's scale, (64,).
+    """
+    ROWS: gl.constexpr = view.rows.type.layout
+    top = gl.convert_layout(gl.max(base, 1), ROWS)
+    l = gl.convert_layout(gl.max(l, 1), ROWS)
+    top, l, factor = with_sink(top, l, view.tile.head, 1.0, terms, C)
     store_lse(top, l, view, to, n, C)
-    inverse = factor * walk.unit / l
+    inverse = factor / l
     if C.may_be_empty:
         inverse = gl.where(l == 0.0, 0.0, inverse)
-    acc = _summed(walk, product, walk.factor * 0.0 + 1.0, C)
-    out = (acc * gl.convert_layout(inverse, ROWS)[:, None]).to(o.dtype)
+    return inverse
+
+
+@gluon.jit
+def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Divides and stores a tile's rows; a row without keys gives 0."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+    inverse = denominators(walk.base, walk.l, view, terms, to, n, C) * walk.unit
+    out = (walk.acc * gl.convert_layout(inverse, ROWS)[:, None]).to(o.dtype)
     tile = view.tile
     whole = view.row < n.seqlen_q
     if C.packed_q:
@@ -324,7 +320,7 @@ def _finish(
 
 @gluon.jit
 def fp8_consumer(
-    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Tiles,
     n: Sizes, C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
@@ -335,6 +331,8 @@ def fp8_consumer(
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
 
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
@@ -347,30 +345,28 @@ def fp8_consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
-    weights, m, l, unit_v = first_walk(s, end, view, terms, factors, scales, n, C)
     acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-    walk = Walk(packed(weights), acc, gl.zeros_like(m), m, l, unit_v)
+    walk = first_walk(s, acc, end, view, terms, factors, scales, n, C)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
         i = (done % C.q_buffers) * C.warpgroups + W
-        phase = (done // C.q_buffers) & 1
         start = start_of_keys(view.tile.row, view.tile, n, C)
         cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
         if C.cuts_two:
             for j in range(1, cut):
-                walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors,
-                             scales, at, n, True, W, C)  # fmt: skip
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
+                             at, n, True, W, C)  # fmt: skip
                 count += 1
         for j in range(cut, full):
-            walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
-                         at, n, False, W, C)  # fmt: skip
+            walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors, scales, at, n,
+                         False, W, C)  # fmt: skip
             count += 1
         if C.has_left:
             for j in range(full, end - start):
-                walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors,
-                             scales, at, n, True, W, C)  # fmt: skip
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
+                             at, n, True, W, C)  # fmt: skip
                 count += 1
 
         # The last P V of this tile and the first S = Q K^T of the next.
@@ -379,19 +375,21 @@ def fp8_consumer(
         more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
         factors = factors_at(tile, following.row, scales, lengths, n, C)
+        p = operand(walk.p, P_LAYOUT)
         s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
-        product = _product(walk, count, at, C)
+        sums = row_sums(p, at)
+        product = _product(p, walk, count, at, C)
         pass_turn(NEXT, C)
-        s = warpgroup_mma_wait(1, deps=[s])
+        # Words of new weights beside a product of old ones would serialise all (C7513).
+        s, sums, product = warpgroup_mma_wait(0, deps=[s, sums, product])
         release_if(more, first, 0, C)
-        weights, m, l, unit_v = first_walk(s, end, following, terms, factors, scales, n, C)
-        product = warpgroup_mma_wait(0, deps=[product])
         release_if(more, count, 1, C)
         skip_v(skipped, count + 1, at, C)
-        p = packed(weights)
-        _finish(walk, product, at.o.index(W), view, terms, to, n, C)
+        acc = _summed(walk, product, C)
+        last = Walk(walk.p, acc, walk.factor, walk.base, walk.l + sums, walk.unit)
         acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-        walk = Walk(p, acc, gl.zeros_like(m), m, l, unit_v)
+        walk = first_walk(s, acc, end, following, terms, factors, scales, n, C)
+        _finish(last, at.o.index(W), view, terms, to, n, C)
         view = following
         count = first
     tma.store_wait(0)

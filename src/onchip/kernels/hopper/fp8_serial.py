@@ -13,20 +13,28 @@ from __future__ import annotations
 from triton.experimental import gluon
 
 from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
-from onchip.kernels.hopper.consumer import skip_v, store_lse, tile_number
+from onchip.kernels.hopper.consumer import skip_v, tile_number
 from onchip.kernels.hopper.fp8_consumer import (
-    SHIFT,
     Scales,
+    Tiles,
     Walk,
+    denominators,
     factors_at,
     first_walk,
     open_tile,
-    operand,
-    packed,
     phase_of,
+    row_sums,
     scales_at,
     slot_of,
     under,
+)
+from onchip.kernels.hopper.fp8_weights import (
+    keys_of_words,
+    lower_weights,
+    operand,
+    quotient,
+    times,
+    upper_weights,
 )
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
@@ -37,18 +45,8 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
-from onchip.kernels.hopper.softmax import (
-    Terms,
-    base_of,
-    logits,
-    row_maximum,
-    row_sums,
-    scaled_sums,
-    slope_of,
-    unit_of,
-    with_sink,
-)
+from onchip.kernels.hopper.shared import Outputs, place_of, plane
+from onchip.kernels.hopper.softmax import Terms, logits, slope_of, unit_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
@@ -84,60 +82,64 @@ def _part(p, acc, v, PART: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _operands(walk: Walk, count, at: Shared, C: gl.constexpr):
-    """P, V tile `count`, and what O is to be multiplied by before."""
-    PART: gl.constexpr = walk.acc[0].type.layout
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PART, 4)
-    factor = gl.convert_layout(walk.factor, gl.SliceLayout(1, PART))[:, None]
-    v = plane(at.v.index(slot_of(count, C)), C.width_v, C.block_n)
-    return operand(walk.p, P_LAYOUT), v, factor
+def _operands(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """P, and V tile `count`."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc[0].type.layout, 4)
+    return operand(walk.p, P_LAYOUT), plane(at.v.index(slot_of(count, C)), C.width_v, C.block_n)
 
 
 @gluon.jit
-def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
-    """P V of V tile `count` as a whole; with one level O is in it."""
-    p, v, factor = _operands(walk, count, at, C)
+def _product(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """P V of V tile `count` as a whole, with one level O is in it; and the row sums."""
+    p, v = _operands(walk, count, at, C)
     acc = walk.acc[0]
     if not C.two_level:
-        acc = acc * factor
-    return warpgroup_mma_wait(0, deps=[_part(p, acc, v, 0, C)]), factor
+        acc = times(acc, walk.factor)
+    sums = row_sums(p, at)
+    product, sums = warpgroup_mma_wait(0, deps=[_part(p, acc, v, 0, C), sums])
+    return product, walk.l + sums
 
 
 @gluon.jit
-def _whole(walk: Walk, product, factor, C: gl.constexpr):
+def _whole(walk: Walk, product, C: gl.constexpr):
     """O with a `_product`."""
     if C.two_level:
-        return (walk.acc[0] * factor + product,)
+        return (times(walk.acc[0], walk.factor) + product,)
     else:
         return (product,)
 
 
 @gluon.jit
-def _summed(walk: Walk, count, at: Shared, C: gl.constexpr):
-    """O in its parts, with P V of V tile `count`."""
+def _summed(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """O in its parts, with P V of V tile `count`; and the row sums."""
     PARTS: gl.constexpr = C.parts
-    p, v, factor = _operands(walk, count, at, C)
+    p, v = _operands(walk, count, at, C)
+    sums = row_sums(p, at)
     acc = ()
     for i in gl.static_range(PARTS):
         if C.two_level:
             product = _part(p, walk.acc[i], v, i, C)
             if i == 0:
-                product = warpgroup_mma_wait(0, deps=[product])
+                product, sums = warpgroup_mma_wait(0, deps=[product, sums])
             else:
                 # The compiler would add all parts behind the last: each wait takes the sum before.
                 product, before = warpgroup_mma_wait(0, deps=[product, acc[i - 1]])
                 acc = acc[:-1] + (before,)
-            acc += (walk.acc[i] * factor + product,)
+            acc += (times(walk.acc[i], walk.factor) + product,)
         else:
-            product = _part(p, walk.acc[i] * factor, v, i, C)
-            acc += (warpgroup_mma_wait(0, deps=[product]),)
+            product = _part(p, times(walk.acc[i], walk.factor), v, i, C)
+            if i == 0:
+                product, sums = warpgroup_mma_wait(0, deps=[product, sums])
+            else:
+                product = warpgroup_mma_wait(0, deps=[product])
+            acc += (product,)
     if C.two_level:
         acc = acc[:-1] + (warpgroup_mma_wait(0, deps=[acc[PARTS - 1]]),)
-    return acc
+    return acc, walk.l + sums
 
 
 @gluon.jit
-def _scores(i, count, at: Shared, C: gl.constexpr):
+def _scores(i, count, at: Tiles, C: gl.constexpr):
     """Issues S = Q K^T of Q's buffer `i` and K tile `count`."""
     BN: gl.constexpr = C.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -150,7 +152,7 @@ def _scores(i, count, at: Shared, C: gl.constexpr):
 @gluon.jit
 def _step(
     i, walk: Walk, count, key, view: View, terms: Terms, factors, scales: Scales,
-    at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    at: Tiles, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further."""
     scale, unit_v = scales_at(key, factors, scales)
@@ -161,13 +163,13 @@ def _step(
     mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
     wait_for_turn(W, C)
     if C.parts == 1:
-        product, factor = _product(walk, count, at, C)
+        product, l = _product(walk, count, at, C)
         release(count, 1, C)
         s = _scores(i, count + 1, at, C)
         pass_turn((W + 1) % C.warpgroups, C)
-        acc = _whole(walk, product, factor, C)  # under S
+        acc = _whole(walk, product, C)  # under S
     else:
-        acc = _summed(walk, count, at, C)
+        acc, l = _summed(walk, count, at, C)
         release(count, 1, C)
         s = _scores(i, count + 1, at, C)
         pass_turn((W + 1) % C.warpgroups, C)
@@ -176,12 +178,10 @@ def _step(
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
-    m = gl.maximum(walk.m, row_maximum(s) * unit)
-    base = base_of(m, MASKED)
-    alpha = gl.exp2(walk.m - base)
-    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
-    l = scaled_sums(walk.l, alpha) + row_sums(weights)
-    return Walk(packed(weights), acc, alpha * (walk.unit / unit_v), m, l, unit_v)
+    lower, upper = keys_of_words(s)
+    first = lower_weights(lower, unit, walk.base)
+    words, base, alpha = upper_weights(lower, upper, first, unit, walk.base)
+    return Walk(words, acc, alpha * quotient(walk.unit, unit_v), base, times(l, alpha), unit_v)
 
 
 @gluon.jit
@@ -208,24 +208,19 @@ def _store_part(out, PART: gl.constexpr, o, view: View, to: Outputs, n: Sizes, C
 
 
 @gluon.jit
-def _finish(walk: Walk, acc, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
-    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
+def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Divides and stores a tile's rows; a row without keys gives 0."""
     PARTS: gl.constexpr = C.parts
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    top, l, factor = with_sink(walk.m - SHIFT, l, view.tile.head, 1.0, terms, C)
-    store_lse(top, l, view, to, n, C)
-    inverse = factor * walk.unit / l
-    if C.may_be_empty:
-        inverse = gl.where(l == 0.0, 0.0, inverse)
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc[0].type.layout)
+    inverse = denominators(walk.base, walk.l, view, terms, to, n, C) * walk.unit
     inverse = gl.convert_layout(inverse, ROWS)[:, None]
     for i in gl.static_range(PARTS):
-        _store_part((acc[i] * inverse).to(o.dtype), i, o, view, to, n, C)
+        _store_part((walk.acc[i] * inverse).to(o.dtype), i, o, view, to, n, C)
 
 
 @gluon.jit
 def fp8_serial_consumer(
-    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Tiles,
     n: Sizes, C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
@@ -246,9 +241,7 @@ def fp8_serial_consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
-    weights, m, l, unit_v = first_walk(s, end, view, terms, factors, scales, n, C)
-    p = packed(weights)
-    walk = Walk(p, _no_output(C), gl.zeros_like(m), m, l, unit_v)
+    walk = first_walk(s, _no_output(C), end, view, terms, factors, scales, n, C)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
@@ -274,7 +267,8 @@ def fp8_serial_consumer(
         # The last P V of this tile, then the first S = Q K^T of the next, under which O leaves.
         mbarrier.arrive(at.q_empty.index(i), count=1)
         mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
-        acc = _summed(walk, count, at, C)
+        acc, l = _summed(walk, count, at, C)
+        last = Walk(walk.p, acc, walk.factor, walk.base, l, walk.unit)
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
@@ -282,13 +276,11 @@ def fp8_serial_consumer(
         release_if(more, count, 1, C)
         s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
         pass_turn(NEXT, C)
-        _finish(walk, acc, at.o.index(W), view, terms, to, n, C)
+        _finish(last, at.o.index(W), view, terms, to, n, C)
         s = warpgroup_mma_wait(0, deps=[s])
         release_if(more, first, 0, C)
         skip_v(skipped, count + 1, at, C)
-        weights, m, l, unit_v = first_walk(s, end, following, terms, factors, scales, n, C)
-        p = packed(weights)
-        walk = Walk(p, _no_output(C), gl.zeros_like(m), m, l, unit_v)
+        walk = first_walk(s, _no_output(C), end, following, terms, factors, scales, n, C)
         view = following
         count = first
     tma.store_wait(0)
