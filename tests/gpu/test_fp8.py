@@ -137,6 +137,21 @@ def test_packed(causal):
 
 @needs_hopper
 @pytest.mark.usefixtures("as_hopper")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bases_move_where_logits_rise(dim, causal):
+    """Keys are walked from the last on; some rows' logits rise tile by tile, by 2 to 60 (base 2)."""
+    q, k, v = _on_gpu(dim=dim, seqlen_q=896, seqlen_k=896)
+    rise = torch.tensor([92.0, 90, 30, 10, 9, 5, 0]).repeat_interleave(128).cuda()
+    k[..., 0] = rise[:, None].to(k.dtype)
+    q[..., 0] = 0
+    q[:, ::3, :, 0] = 0.69 * dim**0.5
+    x = onchip.quantize_qkv(q, k, v, hadamard=False)
+    _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
+
+
+@needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_what_is_not_finite_reaches_the_rows_that_see_it(part):
     inputs = _on_gpu(dim=128, seqlen_q=300, seqlen_k=300)
