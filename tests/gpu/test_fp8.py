@@ -140,7 +140,7 @@ def test_packed(causal):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 def test_bases_move_where_logits_rise(dim, causal):
-    """Keys are walked from the last on; some rows' logits rise tile by tile, by 2 to 60 (base 2)."""
+    """Keys are walked from the last on; some rows' logits rise from tile to tile."""
     q, k, v = _on_gpu(dim=dim, seqlen_q=896, seqlen_k=896)
     rise = torch.tensor([92.0, 90, 30, 10, 9, 5, 0]).repeat_interleave(128).cuda()
     k[..., 0] = rise[:, None].to(k.dtype)
