@@ -32,8 +32,8 @@ TOKENS, WIDTH = 16384, 2048
 DIMS, LENGTHS = (128, 256, 64), (16384, 4096, 1024)
 
 _TWO = functools.partial(FP8Config, warpgroups=2, stages=2, q_buffers=2, turns=True, registers=240)
-_THREE = functools.partial(_TWO, warpgroups=3, registers=160, serial=True)
-_TALL = functools.partial(_TWO, q_buffers=1, serial=True, parts=2)
+_THREE = functools.partial(_TWO, warpgroups=3, registers=160)
+_TALL = functools.partial(_TWO, q_buffers=1, parts=2)
 CANDIDATES = {
     64: {"two": _TWO(), "three, free": _THREE(turns=False), "one level": _THREE(two_level=False)},
     128: {

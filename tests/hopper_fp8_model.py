@@ -52,7 +52,7 @@ from onchip.kernels.fp8_layout import (  # noqa: E402
     ROOM,
     key_of_column,
 )
-from onchip.kernels.hopper import arguments, fp8, fp8_consumer, fp8_serial  # noqa: E402
+from onchip.kernels.hopper import arguments, fp8, fp8_consumer, fp8_walk  # noqa: E402
 from onchip.kernels.hopper.fp8_config import FP8Config  # noqa: E402
 from tests.hopper_fp8_cases import posed  # noqa: E402
 
@@ -92,7 +92,7 @@ _NUMBERS = {
     "quotient": lambda x, y: x / y,
     "warpgroup_mma_wait": _wait,
 }
-for _module in (fp8_consumer, fp8_serial):
+for _module in (fp8_consumer, fp8_walk):
     for _name in _NUMBERS.keys() & vars(_module).keys():
         setattr(_module, _name, _NUMBERS[_name])
 fp8._store_ones = lambda tile: tile.data.fill_(1.0)

@@ -28,15 +28,12 @@ INPUTS = {
     },
 }  # fmt: skip
 USUAL = {"warpgroups": 2, "stages": 2, "q_buffers": 2, "turns": True, "registers": 240}
-SERIAL = USUAL | {"serial": True}
 CONFIGS = {
     "usual": USUAL,
     "free": USUAL | {"turns": False},
-    "one_level": USUAL | {"two_level": False},
-    "serial": SERIAL,
-    "serial_of_three": SERIAL | {"warpgroups": 3, "registers": 160},
-    "serial_in_parts": SERIAL | {"parts": 2, "q_buffers": 1},
-    "serial_one_level": SERIAL | {"two_level": False, "stages": 3},
+    "one_level": USUAL | {"two_level": False, "stages": 3},
+    "three": USUAL | {"warpgroups": 3, "registers": 160},
+    "parts": USUAL | {"parts": 2, "q_buffers": 1},
 }
 CASES = [(inputs, config) for config in CONFIGS for inputs in INPUTS]
 

@@ -1,8 +1,7 @@
 """The Hopper float8 forward, for sm_90a: `forward.py`'s design with 8-bit wgmma.
 
 Method and who waits for whom: `forward.py`; arithmetic: `onchip.kernels.fp8_emulated`, whose
-results these are; what differs for a consumer: `fp8_consumer.py` and, where P V and S do not run
-under each other, `fp8_serial.py`.
+results these are; what differs for a consumer: `fp8_consumer.py`.
 
 Memory: q, k (B, S, H, D) or (T, H, D) float8; v (B, H_kv, D_v, columns) or (H_kv, D_v, columns);
 scales (B, H or H_kv, blocks); out as q with D_v in 16 bits; lse (B, H, S_q) or (H, T_q). Shared
@@ -32,9 +31,9 @@ from onchip.kernels.hopper.arguments import (
 )
 from onchip.kernels.hopper.config import WARPGROUP_ROWS
 from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
-from onchip.kernels.hopper.fp8_consumer import ONES, Scales, Tiles, fp8_consumer
+from onchip.kernels.hopper.fp8_consumer import fp8_consumer
 from onchip.kernels.hopper.fp8_producer import fp8_producer
-from onchip.kernels.hopper.fp8_serial import fp8_serial_consumer
+from onchip.kernels.hopper.fp8_walk import ONES, Scales, Tiles
 from onchip.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl
 from onchip.kernels.hopper.shared import Inputs, Outputs, barriers
 from onchip.kernels.hopper.softmax import Terms
@@ -86,17 +85,6 @@ def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
     )  # fmt: skip
 
 
-@gluon.jit
-def _consumer(
-    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Tiles,
-    n: Sizes, C: gl.constexpr,
-):  # fmt: skip
-    if C.serial:
-        fp8_serial_consumer(W, lengths, to, terms, scales, at, n, C)
-    else:
-        fp8_consumer(W, lengths, to, terms, scales, at, n, C)
-
-
 @gluon.jit(do_not_specialize=_NUMBERS)
 def attn_fwd_fp8_hopper(
     q_desc, k_desc, v_desc, o_desc, out, lse, counters, q_scale, k_scale, v_scale,
@@ -117,15 +105,15 @@ def attn_fwd_fp8_hopper(
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([
-            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 1], [C.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (2, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (2, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 4, 1], [C.registers, C.registers, 24])  # fmt: skip
 
