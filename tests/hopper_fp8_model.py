@@ -44,7 +44,7 @@ class _Nothing:
 gl.maximum = _greater
 gl.zeros_like = lambda x: torch.zeros_like(x)
 
-from onchip.kernels.fp8_emulated import weights  # noqa: E402
+from onchip.kernels import fp8_emulated  # noqa: E402
 from onchip.kernels.fp8_layout import (  # noqa: E402
     FIRST_ROOM,
     LIMIT,
@@ -61,7 +61,7 @@ _ORDER = key_of_column(torch.device("cpu"))
 
 def _rounded(logits, base):
     """Weights in float8, in the order of V's columns."""
-    p = weights(logits - base).unflatten(1, (-1, 16))[..., _ORDER].flatten(1)
+    p = fp8_emulated.weights(logits - base).unflatten(1, (-1, 16))[..., _ORDER].flatten(1)
     return p.to(torch.float8_e4m3fn).as_subclass(Array)
 
 
@@ -76,16 +76,14 @@ def _first_weights(s, unit):
     return _rounded(s * unit, base), base
 
 
-def _upper_weights(lower, upper, first, unit, base):
-    new = _moved(lower * unit, base)
-    return _rounded(lower * unit, new), new, (base - new).exp2().as_subclass(Array)
+def _weights(s, unit, base):
+    new = _moved(s * unit, base)
+    return _rounded(s * unit, new), new, (base - new).exp2().as_subclass(Array)
 
 
 # Words, and the assembly that makes them, are numbers here.
 _NUMBERS = {
-    "keys_of_words": lambda s: (s, None),
-    "lower_weights": lambda lower, unit, base: None,
-    "upper_weights": _upper_weights,
+    "weights": _weights,
     "first_weights": _first_weights,
     "operand": lambda words, layout: words,
     "times": lambda x, factor: x * factor,

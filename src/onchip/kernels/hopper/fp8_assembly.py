@@ -143,33 +143,18 @@ def _none_is_over(words):
 
 
 @gluon.constexpr_function
-def lower_half(n):
-    """Weights of the first half of a tile's keys, n words.
+def next_tile(n):
+    """Weights of a further tile, made anew where a base has to move.
 
-    Outputs, n each: words; the highest steps of lines. Inputs: the four keys of each word; base;
-    unit.
-    """
-    words, tops = _operands(0, n, 2)
-    a, b, c, d, bases, units = _operands(2 * n, n, 6)
-    text = "{ " + _begun(bases, units[0]) + _prepared() + "mov.b32 top, 0; "
-    text += _weights(words, _fours([a, b, c, d]))
-    return text + "".join(f"mov.b32 {x}, top; " for x in tops) + "}"
-
-
-@gluon.constexpr_function
-def upper_half(n):
-    """Weights of the second half, and all anew where a base has to move.
-
-    Outputs, n each: words of both halves; base; factor on sums so far. Inputs: the first half's
-    words and highest steps; the four keys of each word of both halves; base; unit.
+    Outputs, n each: words of both halves of the keys; base; factor on sums so far. Inputs: the
+    four keys of each word of both halves; base; unit.
     """
     lower, upper, new_bases, factors = _operands(0, n, 4)
-    before, tops, *keys, bases, units = _operands(4 * n, n, 12)
+    *keys, bases, units = _operands(4 * n, n, 10)
     keys = _fours(keys[:4]) + _fours(keys[4:])
     words = [f"w{i}" for i in range(2 * n)]
-    text = "{ " + _begun(bases, units[0]) + _prepared() + f"mov.b32 top, {tops[0]}; "
-    text += _weights(words[n:], keys[n:])
-    text += "".join(f"mov.b32 w{i}, {word}; " for i, word in enumerate(before))
+    text = "{ " + _begun(bases, units[0]) + _prepared() + "mov.b32 top, 0; "
+    text += _weights(words, keys)
     text += "mov.f32 factor0, 0f3F800000; mov.f32 factor1, 0f3F800000; "
     text += _none_is_over(words) + _moved(keys)
     for r in range(2):

@@ -39,14 +39,7 @@ from onchip.kernels.hopper.fp8_walk import (
     slot_of,
     under,
 )
-from onchip.kernels.hopper.fp8_weights import (
-    keys_of_words,
-    lower_weights,
-    operand,
-    quotient,
-    times,
-    upper_weights,
-)
+from onchip.kernels.hopper.fp8_weights import operand, quotient, times, weights
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -178,9 +171,7 @@ def _step(
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
-    lower, upper = keys_of_words(s)
-    first = lower_weights(lower, unit, walk.base)
-    words, base, alpha = upper_weights(lower, upper, first, unit, walk.base)
+    words, base, alpha = weights(s, unit, walk.base)
     return Walk(words, acc, alpha * quotient(walk.unit, unit_v), base, times(l, alpha), unit_v)
 
 

@@ -1,8 +1,7 @@
 """Weights of the Hopper float8 forward in registers: from S to what wgmma multiplies with V.
 
 A row's base stands in for its maximum: P = 2^(logit - base). It moves only where P would leave
-float8's range, so that a step takes no maxima (`fp8_assembly`). Weights are made in two halves:
-the first half's while P V of the tile before is still under way.
+float8's range, so that a step takes no maxima (`fp8_assembly`).
 
 Bases and factors are (64, 4): what each of a row's four threads holds.
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.fp8_assembly import constraints, first_tile, lower_half, upper_half
+from onchip.kernels.hopper.fp8_assembly import constraints, first_tile, next_tile
 from onchip.kernels.hopper.gluon_names import gl
 
 
@@ -31,7 +30,7 @@ def _joined(lower, upper):
 
 
 @gluon.jit
-def keys_of_words(s):
+def _keys_of_words(s):
     """S (64, BN) as the keys of P's words, those of both halves: four of (64, BN / 32, 4) each.
 
     Word 4i + t has keys 16i + 8a + 2t + c at 2a + c. That is the order of V's columns, and no data
@@ -68,29 +67,16 @@ def _one(x):
 
 
 @gluon.jit
-def lower_weights(lower, unit, base):
-    """Weights of the lower half of the keys: words, and what `upper_weights` looks at."""
-    a, b, c, d = lower
-    N: gl.constexpr = 2 * a.shape[1]
-    ASM: gl.constexpr = lower_half(N)
-    OPERANDS: gl.constexpr = constraints(N, "rr", "ffffff")
-    return gl.inline_asm_elementwise(
-        ASM, OPERANDS, [a, b, c, d, _spread(base, a), gl.full_like(a, unit)],
-        dtype=(gl.int32, gl.int32), is_pure=True, pack=N)  # fmt: skip
-
-
-@gluon.jit
-def upper_weights(lower, upper, first, unit, base):
-    """All words of a tile, the base that they are held against, the factor on sums so far."""
+def weights(s, unit, base):
+    """Words of a tile, the base that they are held against, the factor on sums so far."""
+    lower, upper = _keys_of_words(s)
     a, b, c, d = lower
     e, f, g, h = upper
-    words, tops = first
     N: gl.constexpr = 2 * a.shape[1]
-    ASM: gl.constexpr = upper_half(N)
-    OPERANDS: gl.constexpr = constraints(N, "rrff", "rrffffffffff")
+    ASM: gl.constexpr = next_tile(N)
+    OPERANDS: gl.constexpr = constraints(N, "rrff", "ffffffffff")
     low, high, base, factor = gl.inline_asm_elementwise(
-        ASM, OPERANDS,
-        [words, tops, a, b, c, d, e, f, g, h, _spread(base, a), gl.full_like(a, unit)],
+        ASM, OPERANDS, [a, b, c, d, e, f, g, h, _spread(base, a), gl.full_like(a, unit)],
         dtype=(gl.int32, gl.int32, gl.float32, gl.float32), is_pure=True, pack=N)  # fmt: skip
     return _joined(low, high), _one(base), _one(factor)
 
@@ -98,7 +84,7 @@ def upper_weights(lower, upper, first, unit, base):
 @gluon.jit
 def first_weights(s, unit):
     """Words of a row's first tile, and the base that they are held against."""
-    lower, upper = keys_of_words(s)
+    lower, upper = _keys_of_words(s)
     a, b, c, d = lower
     e, f, g, h = upper
     N: gl.constexpr = 2 * a.shape[1]
