@@ -31,34 +31,17 @@ from onchip.problem import Op, Params, Problem, Tensors
 TOKENS, WIDTH = 16384, 2048
 DIMS, LENGTHS = (128, 256, 64), (16384, 4096, 1024)
 
-_USUAL = functools.partial(
-    FP8Config, block_n=128, stages=2, q_buffers=2, late=False, two_level=True
-)
-_TWO = functools.partial(_USUAL, warpgroups=2, registers=240)
-_THREE = functools.partial(_USUAL, warpgroups=3, registers=160)
-_TALL = functools.partial(_TWO, serial=True, q_buffers=1)
+_TWO = functools.partial(FP8Config, warpgroups=2, stages=2, q_buffers=2, turns=True, registers=240)
+_THREE = functools.partial(_TWO, warpgroups=3, registers=160)
+_TALL = functools.partial(_TWO, q_buffers=1, parts=2)
 CANDIDATES = {
-    64: {
-        "two": _TWO(turns=True),
-        "three": _THREE(turns=True),
-        "three, late": _THREE(turns=True, late=True),
-        "three, serial": _THREE(turns=True, serial=True),
-        "three, serial, free": _THREE(turns=False, serial=True),
-    },
+    64: {"two": _TWO(), "three, free": _THREE(turns=False), "one level": _THREE(two_level=False)},
     128: {
-        "two": _TWO(turns=True),
-        "two, late": _TWO(turns=True, late=True),
-        "two, late, free": _TWO(turns=False, late=True),
-        "two, one level": _TWO(turns=True, two_level=False),
-        "two, serial, free": _TWO(turns=False, serial=True),
-        "two, serial": _TWO(turns=True, serial=True),
+        "free": _TWO(turns=False),
+        "serial": _TWO(serial=True),
+        "one level": _TWO(two_level=False),
     },
-    256: {
-        "two parts": _TALL(turns=True, parts=2),
-        "two parts, free": _TALL(turns=False, parts=2),
-        "four parts, free": _TALL(turns=False, parts=4),
-        "one level, free": _TALL(turns=False, parts=2, two_level=False),
-    },
+    256: {"free": _TALL(turns=False), "one level": _TALL(two_level=False)},
 }
 
 

@@ -44,18 +44,56 @@ class _Nothing:
 gl.maximum = _greater
 gl.zeros_like = lambda x: torch.zeros_like(x)
 
-from onchip.kernels.fp8_layout import key_of_column  # noqa: E402
-from onchip.kernels.hopper import arguments, fp8, fp8_consumer, fp8_serial  # noqa: E402
+from onchip.kernels import fp8_emulated  # noqa: E402
+from onchip.kernels.fp8_layout import (  # noqa: E402
+    FIRST_ROOM,
+    LIMIT,
+    NEVER,
+    ROOM,
+    key_of_column,
+)
+from onchip.kernels.hopper import arguments, fp8, fp8_consumer, fp8_walk  # noqa: E402
 from onchip.kernels.hopper.fp8_config import FP8Config  # noqa: E402
 from tests.hopper_fp8_cases import posed  # noqa: E402
 
 _ORDER = key_of_column(torch.device("cpu"))
-for _module in (fp8_consumer, fp8_serial):
-    _module.packed = lambda w: (
-        w.unflatten(1, (-1, 16))[..., _ORDER].flatten(1).to(torch.float8_e4m3fn).as_subclass(Array)
-    )
-    _module.operand = lambda words, layout: words
-    _module.warpgroup_mma_wait = _wait
+
+
+def _rounded(logits, base):
+    """Weights in float8, in the order of V's columns."""
+    p = fp8_emulated.weights(logits - base).unflatten(1, (-1, 16))[..., _ORDER].flatten(1)
+    return p.to(torch.float8_e4m3fn).as_subclass(Array)
+
+
+def _moved(logits, base):
+    highest = logits.amax(1, keepdim=True)
+    room = torch.where(base == NEVER, FIRST_ROOM, ROOM)
+    return torch.where(highest - base >= LIMIT, highest - room, base).as_subclass(Array)
+
+
+def _first_weights(s, unit):
+    base = _moved(s * unit, torch.full((64, 1), NEVER))
+    return _rounded(s * unit, base), base
+
+
+def _weights(s, unit, base):
+    new = _moved(s * unit, base)
+    return _rounded(s * unit, new), new, (base - new).exp2().as_subclass(Array)
+
+
+# Words, and the assembly that makes them, are numbers here.
+_NUMBERS = {
+    "weights": _weights,
+    "first_weights": _first_weights,
+    "operand": lambda words, layout: words,
+    "times": lambda x, factor: x * factor,
+    "quotient": lambda x, y: x / y,
+    "warpgroup_mma_wait": _wait,
+}
+for _module in (fp8_consumer, fp8_walk):
+    for _name in _NUMBERS.keys() & vars(_module).keys():
+        setattr(_module, _name, _NUMBERS[_name])
+fp8._store_ones = lambda tile: tile.data.fill_(1.0)
 
 
 def run(problem, tensors, programs: int, config: FP8Config):

@@ -47,7 +47,7 @@ def test_it_fits_and_no_products_wait_for_each_other():
         assert used["warnings"] == [], used  # C7510: wgmma is serialised
         if used["features"] in ("full", "causal"):
             # D = 256: O alone takes half of the registers.
-            assert used["spill_bytes"] <= {64: 0, 128: 48, 256: 200}[used["dim"]], used
+            assert used["spill_bytes"] <= {64: 0, 128: 0, 256: 200}[used["dim"]], used
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,8 @@ def test_what_it_does_not_take_is_named(changed, reason):
     assert any(reason in why for why in RECORD.rejections(replace(PROBLEM, **changed)))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"warpgroups": 4}, {"block_n": 256}, {"stages": 4}, {"warpgroups": 3, "block_n": 64}]
-)
+@pytest.mark.parametrize("wrong", [{"warpgroups": 4}, {"stages": 4}, {"parts": 3}])
 def test_a_config_that_does_not_go_together_is_refused(wrong):
-    base = {"warpgroups": 2, "block_n": 128, "stages": 2, "q_buffers": 2, "turns": True}
+    base = {"warpgroups": 2, "stages": 2, "q_buffers": 2, "turns": True, "registers": 240}
     with pytest.raises(ValueError, match=r"got \d+"):
-        FP8Config(**{**base, "late": False, "two_level": True, "registers": 240, **wrong})
+        FP8Config(**{**base, **wrong})

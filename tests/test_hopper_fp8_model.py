@@ -27,19 +27,13 @@ INPUTS = {
         "lengths": [[130, 30], [64, 300], [0, 5], [200, 200]], "causal": True, "packed": True
     },
 }  # fmt: skip
-USUAL = {
-    "warpgroups": 2, "block_n": 128, "stages": 2, "q_buffers": 2, "turns": True, "late": False,
-    "two_level": True, "registers": 240,
-}  # fmt: skip
-SERIAL = USUAL | {"serial": True}
+USUAL = {"warpgroups": 2, "stages": 2, "q_buffers": 2, "turns": True, "registers": 240}
 CONFIGS = {
     "usual": USUAL,
-    "late": USUAL | {"late": True, "turns": False},
-    "one_level": USUAL | {"two_level": False},
-    "serial": SERIAL,
-    "serial_of_three": SERIAL | {"warpgroups": 3, "registers": 160},
-    "serial_in_parts": SERIAL | {"parts": 2, "q_buffers": 1, "turns": False},
-    "serial_one_level": SERIAL | {"two_level": False, "stages": 3},
+    "free": USUAL | {"turns": False},
+    "one_level": USUAL | {"two_level": False, "stages": 3},
+    "three": USUAL | {"warpgroups": 3, "registers": 160},
+    "parts": USUAL | {"parts": 2, "q_buffers": 1},
 }
 CASES = [(inputs, config) for config in CONFIGS for inputs in INPUTS]
 

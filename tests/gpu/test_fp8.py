@@ -80,7 +80,8 @@ def _hold(call) -> None:
     """Outputs within what P's rounding may do where a sum falls to another side of a code.
 
     In float32, S would be off by up to 13 bits below its largest partial sum, and an LSE by up to
-    0.015 (H200, 2026-11-30): what remains is float32's own rounding.
+    0.015 (H200, 2026-11-30): what remains is float32's own rounding. Sums are those of rounded
+    weights: where one falls to another side, a row's LSE is off by 6 % over its number of keys.
     """
     (out, lse), (want, want_lse) = call(kernel="fp8_hopper"), call(kernel="fp8_emulated")
     assert torch.equal(out.isnan(), want.isnan())
@@ -88,7 +89,8 @@ def _hold(call) -> None:
     assert relative(out[finite].float(), want[finite].float()) < 6e-3
     seen = want_lse.isfinite()
     assert torch.equal(lse.isfinite(), seen)
-    assert (lse - want_lse)[seen].abs().max() < 1e-4
+    off = (lse - want_lse)[seen].abs()
+    assert off.max() < 0.07 and (off < 1e-4).double().mean() > 0.95
 
 
 @needs_hopper
@@ -131,6 +133,21 @@ def test_packed(causal):
             x, **given, **longest, causal=causal, return_lse=True, kernel=kernel
         )
     )
+
+
+@needs_hopper
+@pytest.mark.usefixtures("as_hopper")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bases_move_where_logits_rise(dim, causal):
+    """Keys are walked from the last on; some rows' logits rise from tile to tile."""
+    q, k, v = _on_gpu(dim=dim, seqlen_q=896, seqlen_k=896)
+    rise = torch.tensor([92.0, 90, 30, 10, 9, 5, 0]).repeat_interleave(128).cuda()
+    k[..., 0] = rise[:, None].to(k.dtype)
+    q[..., 0] = 0
+    q[:, ::3, :, 0] = 0.69 * dim**0.5
+    x = onchip.quantize_qkv(q, k, v, hadamard=False)
+    _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
 
 
 @needs_hopper

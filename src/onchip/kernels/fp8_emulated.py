@@ -2,8 +2,10 @@
 
 Method: the online softmax of FlashAttention-2 over tiles of `BLOCK_K` keys, the last ones first,
 as the Hopper kernel walks. Q K^T is summed in float32 and multiplied by its blocks' scales; P is
-rounded to float8_e4m3fn as P * 2^8; P V of a tile is summed from zero and then added to the
-float32 accumulator, which is held in units of the tile's V scale (two-level accumulation).
+2^(logit - base) rounded to float8_e4m3fn, half of the keys' on a straight line, and the row sums
+are those of the rounded P. The base moves only where P would leave e4m3's range (`fp8_layout`).
+P V of a tile is summed from zero and then added to the float32 accumulator, which is held in
+units of the tile's V scale (two-level accumulation).
 
 `Accumulation.TENSOR_CORE` models how Hopper's tensor cores sum float8 (as MMA-Sim, arXiv
 2511.10909, finds them): in steps of 32 products; each product and the accumulator are cut off 13
@@ -30,8 +32,13 @@ from torch import Tensor
 from onchip.kernels.fp8_layout import (
     BLOCK_K,
     BLOCK_Q,
+    FIRST_ROOM,
     FLOAT8,
-    P_SHIFT,
+    LIMIT,
+    LINE_STEPS,
+    LOWERED,
+    NEVER,
+    ROOM,
     first_blocks,
     key_of_column,
 )
@@ -39,6 +46,7 @@ from onchip.problem import Layout, Problem, Tensors
 
 _LOG2_E = math.log2(math.e)
 _TILE_SCORES = 1 << 22
+_BIAS = 15  # of float16's exponents
 _STEP = 32  # products that one wgmma instruction sums
 _FRACTION_BITS = 13
 
@@ -185,7 +193,7 @@ def _attend(
     q = x.q[:, :, :, place].flatten(2, 3)  # (B, H_kv, G * R, D)
     factor = (x.q_scale[:, :, :, place] * problem.scale).flatten(2, 3)
     unit = q.new_ones(*q.shape[:2], 1, 1)
-    top = q.new_full((*q.shape[:3], 1), -torch.inf)
+    top = q.new_full((*q.shape[:3], 1), NEVER)
     sums = _Sums(q.new_zeros(*q.shape[:3], x.v.shape[-1]), unit, torch.zeros_like(top), top)
     for block in reversed(range(x.k_scale.shape[2])):
         if _is_seen(problem, rows, block):
@@ -233,22 +241,34 @@ def _added(
     sums: _Sums, scores: Tensor, x: _Padded, block: int, accumulation: Accumulation
 ) -> _Sums:
     """The sums with one more tile of keys."""
-    # torch.maximum carries NaN on, as a row that sees one must.
-    top = torch.maximum(sums.top, scores.amax(-1, keepdim=True))
-    base = top.where(top != -torch.inf, 0.0)
-    shrink = (sums.top - base).exp2()
-    p = (scores - base + P_SHIFT).exp2()
+    highest = scores.amax(-1, keepdim=True)
+    room = torch.where(sums.top == NEVER, FIRST_ROOM, ROOM)
+    top = (highest - room).where(highest - sums.top >= LIMIT, sums.top)
+    shrink = (sums.top - top).exp2()
+    rounded = weights(scores - top).to(FLOAT8).float()
     unit = x.v_scale[:, :, block, None, None]
     v = x.v[:, :, block * BLOCK_K : (block + 1) * BLOCK_K]
     acc = sums.acc * (shrink * (sums.unit / unit))
-    rounded = p.to(FLOAT8).float()
+    total = rounded.sum(-1, keepdim=True)
     if accumulation is Accumulation.FLOAT32:
         acc = acc + rounded @ v
-    elif accumulation is Accumulation.TWO_LEVEL:
-        acc = acc + by_tensor_core(None, rounded, v)
     else:
-        acc = by_tensor_core(acc, rounded, v)
-    return _Sums(acc, unit, sums.total * shrink + p.sum(-1, keepdim=True), top)
+        total = by_tensor_core(None, rounded, torch.ones_like(v[..., :1]))
+        if accumulation is Accumulation.TWO_LEVEL:
+            acc = acc + by_tensor_core(None, rounded, v)
+        else:
+            acc = by_tensor_core(acc, rounded, v)
+    return _Sums(acc, unit, sums.total * shrink + total, top)
+
+
+def weights(x: Tensor) -> Tensor:
+    """2^x as the kernel makes it of a tile's (..., BLOCK_K) logits; see `fp8_layout.LOWERED`."""
+    # One step of float16's subnormal numbers, which the conversion rounds to.
+    steps = ((x + (_BIAS - LOWERED)) * LINE_STEPS).round().clamp(min=0)
+    whole = (steps / LINE_STEPS).floor()
+    line = (1 + steps / LINE_STEPS - whole) * (whole - _BIAS).exp2()
+    is_line = torch.arange(x.shape[-1], device=x.device) % 32 >= 16
+    return torch.where(is_line, line, x.exp2())
 
 
 def by_tensor_core(acc: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
@@ -287,7 +307,7 @@ def _cut(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _finished(problem: Problem, t: Tensors, sums: _Sums, num_rows: int) -> tuple[Tensor, Tensor]:
-    total, top, acc = sums.total * 2.0**-P_SHIFT, sums.top, sums.acc * 2.0**-P_SHIFT
+    total, top, acc = sums.total, sums.top, sums.acc
     if t.sinks is not None:
         sink = (t.sinks.float() * _LOG2_E).view(1, -1, problem.group, 1, 1)
         sink = sink.expand(-1, -1, -1, num_rows, -1).flatten(2, 3)

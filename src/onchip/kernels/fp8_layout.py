@@ -16,6 +16,7 @@ Legend: B batch, S sequence length, T packed tokens, H heads, D head dimension.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,8 +30,18 @@ BLOCK_Q = 64
 BLOCK_K = 128
 #: Largest finite float8_e4m3fn.
 LARGEST = 448.0
-#: P <= 1 is rounded as P * 2^8: e4m3's normal numbers then reach down to 2^-14.
-P_SHIFT = 8
+#: P = 2^(logit - base) is rounded. A row's first base puts its largest logit so far at P = 2^4, so
+#: that it may grow; a later one puts it at 2^8, since then few are expected to rise further.
+FIRST_ROOM, ROOM = 4.0, 8.0
+#: A base stays while no logit is this far above it: P would be rounded to e4m3's largest, 448.
+LIMIT = math.log2(432.0)
+#: The base of a row that has seen no key.
+NEVER = -1.0e30
+#: Of each 32 keys the last 16 have a weight on a straight line between two powers of two, 2^x as
+#: (1 + f) 2^n: too large by up to 6 %. All are lowered by 2^-LOWERED, which makes their mean right.
+LOWERED = 0.0577
+#: And x is rounded to this part of 1.
+LINE_STEPS = 32
 #: Blocks whose largest entry is smaller lose it; keeps ratios of scales finite.
 SMALLEST = 2.0**-60
 #: e4m3's NaN, as a byte.

@@ -1,12 +1,11 @@
 """The Hopper float8 forward, for sm_90a: `forward.py`'s design with 8-bit wgmma.
 
 Method and who waits for whom: `forward.py`; arithmetic: `onchip.kernels.fp8_emulated`, whose
-results these are; what differs for a consumer: `fp8_consumer.py` and, where P V and S do not run
-under each other, `fp8_serial.py`.
+results these are; what differs for a consumer: `fp8_consumer.py`.
 
 Memory: q, k (B, S, H, D) or (T, H, D) float8; v (B, H_kv, D_v, columns) or (H_kv, D_v, columns);
 scales (B, H or H_kv, blocks); out as q with D_v in 16 bits; lse (B, H, S_q) or (H, T_q). Shared
-memory in bytes: q_buffers x BM x D, stages x BN x (D + D_v), and BM x D_v x 2 / parts for O.
+memory in bytes: q_buffers x BM x D, stages x BN x (D + D_v), BM x D_v x 2 / parts for O, and 1 KiB.
 
 It does not do: pages, D over 256, float32 output.
 
@@ -32,11 +31,11 @@ from onchip.kernels.hopper.arguments import (
 )
 from onchip.kernels.hopper.config import WARPGROUP_ROWS
 from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
-from onchip.kernels.hopper.fp8_consumer import Scales, fp8_consumer
+from onchip.kernels.hopper.fp8_consumer import fp8_consumer
 from onchip.kernels.hopper.fp8_producer import fp8_producer
-from onchip.kernels.hopper.fp8_serial import fp8_serial_consumer
-from onchip.kernels.hopper.gluon_names import TensorDescriptor, gl
-from onchip.kernels.hopper.shared import Inputs, Outputs, Shared, barriers
+from onchip.kernels.hopper.fp8_walk import ONES, Scales, Tiles
+from onchip.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl
+from onchip.kernels.hopper.shared import Inputs, Outputs, barriers
 from onchip.kernels.hopper.softmax import Terms
 from onchip.kernels.hopper.tiles import NOTE_SIZE, Lengths, Notes, Sizes
 from onchip.kernels.hopper.workspace import take
@@ -49,6 +48,15 @@ _NUMBERS = (
     "qb qh qn kb kh kn vb vh vn seqlen_q seqlen_k tokens_q num_heads group num_pairs num_blocks "
     "num_tiles heads_per_group left right"
 ).split()
+
+
+@gluon.jit
+def _store_ones(tile):
+    """As bits: ptxas (12.9) leaves every other byte of a constant's conversion undefined."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0])
+    bits = gl.full([tile.shape[0], tile.shape[1]], 0x38, gl.int8, LAYOUT)
+    tile.store(bits.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -67,21 +75,14 @@ def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
     notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
-    return Shared(
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [ONES, BN], flat)
+    _store_ones(ones)
+    return Tiles(
         q, k, v, o,
         barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1), notes,
+        ones,
     )  # fmt: skip
-
-
-@gluon.jit
-def _consumer(
-    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
-    n: Sizes, C: gl.constexpr,
-):  # fmt: skip
-    if C.serial:
-        fp8_serial_consumer(W, lengths, to, terms, scales, at, n, C)
-    else:
-        fp8_consumer(W, lengths, to, terms, scales, at, n, C)
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -104,15 +105,15 @@ def attn_fwd_fp8_hopper(
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([
-            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 1], [C.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (1, lengths, to, terms, scales, at, n, C)),
-            (_consumer, (2, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (0, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (1, lengths, to, terms, scales, at, n, C)),
+            (fp8_consumer, (2, lengths, to, terms, scales, at, n, C)),
             (fp8_producer, (source, at, n, C)),
         ], [4, 4, 1], [C.registers, C.registers, 24])  # fmt: skip
 

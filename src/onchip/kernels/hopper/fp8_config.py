@@ -19,50 +19,39 @@ class FP8Config:
 
     Args:
         warpgroups: consumer warpgroups, 64 query rows each: 2 or 3.
-        block_n: keys of a tile: 64 or 128, a divisor of a block with one scale.
         stages: K/V tiles in flight.
         q_buffers: tiles of Q in shared memory.
         turns: whether the warpgroups take turns at the tensor cores.
-        late: whether P V is waited for behind the exponentials rather than before them.
+        registers: of a consumer thread.
         two_level: whether P V of a tile is summed from zero and added in float32; else the
             tensor cores add to the accumulator themselves, with fewer bits.
-        registers: of a consumer thread.
-        serial: whether P V and the next S wait for each other, which saves registers.
-        parts: in which P V is summed, D_v / parts at a time; serial only.
+        parts: in which P V is summed, D_v / parts at a time.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
-        pins, maxima: as of the 16-bit forward's `Config`, which shares parts with this one.
 
     Raises:
         ValueError: if the sizes do not go together.
     """
 
     warpgroups: int
-    block_n: int
     stages: int
     q_buffers: int
     turns: bool
-    late: bool
-    two_level: bool
     registers: int
-    serial: bool = False
+    two_level: bool = True
     parts: int = 1
     l2_bytes: int = L2_BUDGET_BYTES
-    pins: str = "kv"
-    maxima: bool = True
-    folded: ClassVar[bool] = False  # the parts shared with the 16-bit forward ask for it
+    block_n: ClassVar[int] = BLOCK_K  # keys of a tile: those that share a scale
+    serial: ClassVar[bool] = True  # P V and the next S wait for each other, in the same registers
+    # What the parts shared with the 16-bit forward ask for.
+    pins: ClassVar[str] = "kv"
+    maxima: ClassVar[bool] = True
+    folded: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; allowed: 2 or 3")
-        if self.block_n not in (64, BLOCK_K):
-            raise ValueError(f"block_n: got {self.block_n}; allowed: 64 or {BLOCK_K}")
-        if self.parts > 1 and not self.serial:
-            raise ValueError(f"parts: got {self.parts}; allowed: 1, or more with serial")
-        if self.block_m - WARPGROUP_ROWS > self.block_n:
-            raise ValueError(
-                f"block_n: got {self.block_n} for {self.warpgroups} warpgroups; a warpgroup "
-                f"skips one tile at most: {self.block_m - WARPGROUP_ROWS} keys or more"
-            )
+        if self.parts not in (1, 2, 4):
+            raise ValueError(f"parts: got {self.parts}; allowed: 1, 2 or 4")
         # Named barriers: two for each stage from 8 on, one turn for each warpgroup from 15 down.
         if 8 + 2 * self.stages > 16 - self.warpgroups * self.turns:
             raise ValueError(f"stages: got {self.stages}; there are 8 named barriers")
@@ -78,11 +67,11 @@ def choose_fp8(problem: Problem) -> FP8Config:
     return _CONFIGS[max(padded(problem.head_dim), padded(problem.head_dim_v))]
 
 
-# H200, 16k tokens: see docs/log.md. Only D = 128 was timed in its present form.
+# H200, 16k tokens, 2026-11-30, TFLOP/s at N = 16k, full / causal (FlashAttention-3): D = 128 1066 /
+# 1029 (998 / 980), without turns 1015 / 989; D = 64 791 full (673), without turns 764, two
+# warpgroups 714. D = 256 has not been timed in this form.
 _CONFIGS = {
-    64: FP8Config(3, 128, 2, 2, turns=True, late=False, two_level=True, registers=160, serial=True),
-    128: FP8Config(2, 128, 2, 2, turns=True, late=False, two_level=True, registers=240),
-    256: FP8Config(
-        2, 128, 2, 1, turns=False, late=False, two_level=True, registers=240, serial=True, parts=2
-    ),
+    64: FP8Config(3, 2, 2, turns=True, registers=160),
+    128: FP8Config(2, 2, 2, turns=True, registers=240),
+    256: FP8Config(2, 2, 1, turns=True, registers=240, parts=2),
 }

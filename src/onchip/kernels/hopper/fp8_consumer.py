@@ -1,10 +1,17 @@
 """A consumer of the Hopper float8 forward: a warpgroup that computes 64 rows of every tile.
 
-As `consumer.py`, with four differences. S is multiplied by its blocks' scales, so that the running
-maximum is one of base 2 logits. P is rounded to float8 as P * 2^8, and its registers are what
-wgmma takes as they are: V's columns are in that order (`fp8_layout`). P V of a K/V tile is summed
-from zero, then O = O * factor + P V in float32 ("two-level"): the factor rescales to the new
-maximum and to the units of the tile's V scale at once. O leaves through buffers of its own.
+As `consumer.py`, with six differences. S is multiplied by its blocks' scales, so that a row's
+base, which stands in for its maximum, is a base 2 logit. P is rounded to float8, and its words are
+what wgmma takes as they are: V's columns are in that order (`fp8_layout`). Row sums are those of
+the rounded P, by a product with ones, so that they cost no additions. P V of a K/V tile is summed
+from zero, then O = O * factor + P V in float32 ("two-level"): the factor rescales to a new base
+and to the units of the tile's V scale at once. O leaves through buffers of its own.
+
+And a step is P V of one tile, then S of the next, then its weights, which run under the products
+of the other warpgroups: P V and S are never in flight together, so that their registers are the
+same. What that frees takes a third warpgroup (D = 64), or O of D = 256 beside whole tiles of 128
+keys; at D = 128 it is as quick as both in flight (H200: 1066 and 1049 TFLOP/s). P V is summed in
+parts of D_v, each from zero, where a whole one would need as many registers as O itself.
 
 Values are always finite (`quantize_qkv` moves NaN to keys), so nothing needs repair.
 
@@ -13,20 +20,26 @@ Legend: BN columns (keys) of a tile, W number of a warpgroup, n sizes, C code.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 
-from onchip.kernels import fp8_layout
 from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
-from onchip.kernels.hopper.consumer import (
-    skip_k,
-    skip_v,
-    store_lse,
-    store_rows,
-    tile_number,
+from onchip.kernels.hopper.consumer import skip_v, tile_number
+from onchip.kernels.hopper.fp8_walk import (
+    Scales,
+    Tiles,
+    Walk,
+    denominators,
+    factors_at,
+    first_walk,
+    open_tile,
+    phase_of,
+    row_sums,
+    scales_at,
+    scores,
+    slot_of,
+    under,
 )
-from onchip.kernels.hopper.fp8_producer import first_block
+from onchip.kernels.hopper.fp8_weights import operand, quotient, times, weights
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
@@ -36,302 +49,174 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.hopper.shared import Outputs, Shared, place_of, plane
-from onchip.kernels.hopper.softmax import (
-    Terms,
-    base_of,
-    logits,
-    row_maximum,
-    row_sums,
-    scaled_sums,
-    slope_of,
-    unit_of,
-    with_sink,
-)
+from onchip.kernels.hopper.shared import Outputs, place_of, plane
+from onchip.kernels.hopper.softmax import Terms, logits, slope_of, unit_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
-    Tile,
     View,
-    end_of_keys,
     masked,
     num_before_the_left,
     num_cut_on_the_right,
     start_of_keys,
 )
 
-BLOCK_Q = gl.constexpr(fp8_layout.BLOCK_Q)
-BLOCK_K = gl.constexpr(fp8_layout.BLOCK_K)
-SHIFT = gl.constexpr(float(fp8_layout.P_SHIFT))
+
+@gluon.jit
+def _no_output(C: gl.constexpr):
+    """O = 0 in its parts."""
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    PARTS: gl.constexpr = C.parts
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    acc = ()
+    for _ in gl.static_range(PARTS):
+        acc += (gl.zeros([64, WIDTH], gl.float32, LAYOUT),)
+    return acc
 
 
 @gluon.jit
-def slot_of(count, C: gl.constexpr):
-    """Where K/V tile number `count` lies; a division by a power of two costs signs, bits do not."""
-    if C.stages == 2:
-        return count & 1
-    else:
-        return count % C.stages
-
-
-@gluon.jit
-def phase_of(count, C: gl.constexpr):
-    """The phase of its barriers."""
-    if C.stages == 2:
-        return (count >> 1) & 1
-    else:
-        return (count // C.stages) & 1
-
-
-class Scales(NamedTuple):
-    """Scales of blocks (B, H or H_kv, N): pointers and strides."""
-
-    q: object
-    k: object
-    v: object
-    q_strides: object  # of sequence, head and block
-    k_strides: object
-    v_strides: object
-
-
-class Factors(NamedTuple):
-    """One warpgroup's rows of a tile: their scale, and where its keys' scales begin."""
-
-    q: object
-    k: object  # place of the sequence's first block
-    v: object
-
-
-class Walk(NamedTuple):
-    """What a consumer carries from K/V tile to K/V tile."""
-
-    p: object  # weights of the last S times 2^8, `packed`
-    acc: object  # (64, D_v) float32, without the last P V and its factor
-    factor: object  # (64,) what acc must be multiplied by before the last P V is added
-    m: object  # (64,) running maximum of the logits
-    l: object  # (64, 4) running sums of P times 2^8
-    unit: object  # V's scale in the last tile
-
-
-@gluon.jit
-def factors_at(tile: Tile, row, scales: Scales, lengths: Lengths, n: Sizes, C: gl.constexpr):
-    k_start = 0
-    if C.packed_k:
-        k_start = gl.load(lengths.cu_seqlens_k + tile.batch)
-    block_q = first_block(tile.q_start, tile, BLOCK_Q, C.packed_q) + row // BLOCK_Q
-    block_k = first_block(k_start, tile, BLOCK_K, C.packed_k)
-    head = tile.head // n.group
-    q, k, v = scales.q_strides, scales.k_strides, scales.v_strides
-    # A tile may begin past its sequence's end: that block may not be there.
-    inside = row < tile.seqlen_q
-    place = tile.batch * q[0] + tile.head * q[1] + gl.where(inside, block_q, 0) * q[2]
-    return Factors(
-        gl.load(scales.q + place),
-        tile.batch * k[0] + head * k[1] + block_k * k[2],
-        tile.batch * v[0] + head * v[1] + block_k * v[2],
-    )
-
-
-@gluon.jit
-def scales_at(key, factors: Factors, scales: Scales):
-    """Scale of S and of V in the K/V tile that begins at `key`."""
-    block = key // BLOCK_K
-    k = gl.load(scales.k + (factors.k + block * scales.k_strides[2]))
-    v = gl.load(scales.v + (factors.v + block * scales.v_strides[2]))
-    # -inf times 0 is NaN, and hidden logits are -inf.
-    return gl.maximum(factors.q * k, 1e-37), v
-
-
-@gluon.jit
-def _scores(i, count, more, at: Shared, W: gl.constexpr, C: gl.constexpr):
-    """Issues S = Q K^T of Q's buffer `i` and K tile `count`, once that is there."""
-    BN: gl.constexpr = C.block_n
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    slot = slot_of(count, C)
-    mbarrier.wait(at.k_full.index(slot), phase_of(count, C), pred=more)
-    wait_for_turn(W, C)
-    q = plane(at.q.index(i), 64, C.width)
-    k = plane(at.k.index(slot), C.block_n, C.width)
-    zeros = gl.zeros([64, BN], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _product(walk: Walk, count, at: Shared, C: gl.constexpr):
-    """Issues P V of V tile `count`, once it is there: from zero, or on top of O."""
-    slot = slot_of(count, C)
-    mbarrier.wait(at.v_full.index(slot), phase_of(count, C))
-    v = plane(at.v.index(slot), C.width_v, C.block_n).permute((1, 0))
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc.type.layout, 4)
-    p = operand(walk.p, P_LAYOUT)
+def _part(p, acc, v, PART: gl.constexpr, C: gl.constexpr):
+    """Issues P V of one part of D_v: from zero, or on top of O."""
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    columns = v.slice(PART * WIDTH, WIDTH, 0).permute((1, 0))
     if C.two_level:
-        zeros = gl.zeros_like(walk.acc)
-        return warpgroup_mma(p, v, zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(p, columns, gl.zeros_like(acc), use_acc=False, is_async=True)
     else:
-        return warpgroup_mma(p, v, walk.acc, is_async=True)
+        return warpgroup_mma(p, columns, acc, is_async=True)
 
 
 @gluon.jit
-def _summed(walk: Walk, product, following, C: gl.constexpr):
-    """O with the product, and before the next one is issued."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
+def _operands(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """P, and V tile `count`."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, walk.acc[0].type.layout, 4)
+    return operand(walk.p, P_LAYOUT), plane(at.v.index(slot_of(count, C)), C.width_v, C.block_n)
+
+
+@gluon.jit
+def _product(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """P V of V tile `count` as a whole, with one level O is in it; and the row sums."""
+    p, v = _operands(walk, count, at, C)
+    acc = walk.acc[0]
+    if not C.two_level:
+        acc = times(acc, walk.factor)
+    sums = row_sums(p, at)
+    product, sums = warpgroup_mma_wait(0, deps=[_part(p, acc, v, 0, C), sums])
+    return product, walk.l + sums
+
+
+@gluon.jit
+def _whole(walk: Walk, product, C: gl.constexpr):
+    """O with a `_product`."""
     if C.two_level:
-        return walk.acc * gl.convert_layout(walk.factor, ROWS)[:, None] + product
+        return (times(walk.acc[0], walk.factor) + product,)
     else:
-        return product * gl.convert_layout(following, ROWS)[:, None]
+        return (product,)
 
 
 @gluon.jit
-def packed(weights):
-    """P (64, BN) in float8, four keys a word: word 4i + t has keys 16i + 8a + 2t + c at 2a + c.
-
-    That is the order of V's columns, and no data moves. Words, since Triton would carry bytes
-    from step to step one in each register.
-    """
-    BN: gl.constexpr = weights.shape[1]
-    x = gl.reshape(weights, [64, BN // 16, 2, 4, 2])  # a, t, c
-    left, right = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
-    a, b = gl.split(left)
-    c, d = gl.split(right)
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
-        "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def operand(words, LAYOUT: gl.constexpr):
-    """`packed` words as wgmma's first operand (64, BN)."""
-    pairs = gl.join(words, words)
-    x = gl.reshape(gl.join(pairs, pairs), [64, words.shape[1] * 16])
-    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv,
-                                     is_pure=True, pack=4)  # fmt: skip
-
-
-@gluon.jit
-def under(terms: Terms, scale):
-    """The terms of a tile whose S is to be multiplied by a further scale."""
-    return Terms(terms.scale * scale, terms.softcap, terms.slopes, terms.sinks)
+def _summed(walk: Walk, count, at: Tiles, C: gl.constexpr):
+    """O in its parts, with P V of V tile `count`; and the row sums."""
+    PARTS: gl.constexpr = C.parts
+    p, v = _operands(walk, count, at, C)
+    sums = row_sums(p, at)
+    acc = ()
+    for i in gl.static_range(PARTS):
+        if C.two_level:
+            product = _part(p, walk.acc[i], v, i, C)
+            if i == 0:
+                product, sums = warpgroup_mma_wait(0, deps=[product, sums])
+            else:
+                # The compiler would add all parts behind the last: each wait takes the sum before.
+                product, before = warpgroup_mma_wait(0, deps=[product, acc[i - 1]])
+                acc = acc[:-1] + (before,)
+            acc += (times(walk.acc[i], walk.factor) + product,)
+        else:
+            product = _part(p, times(walk.acc[i], walk.factor), v, i, C)
+            if i == 0:
+                product, sums = warpgroup_mma_wait(0, deps=[product, sums])
+            else:
+                product = warpgroup_mma_wait(0, deps=[product])
+            acc += (product,)
+    if C.two_level:
+        acc = acc[:-1] + (warpgroup_mma_wait(0, deps=[acc[PARTS - 1]]),)
+    return acc, walk.l + sums
 
 
 @gluon.jit
 def _step(
-    i, phase, walk: Walk, count, key, view: View, terms: Terms, factors: Factors, scales: Scales,
-    at: Shared, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    i, walk: Walk, count, key, view: View, terms: Terms, factors, scales: Scales,
+    at: Tiles, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One K/V tile further; Q's buffer `i` became full in `phase`."""
+    """One K/V tile further."""
     scale, unit_v = scales_at(key, factors, scales)
     terms = under(terms, scale)
     unit = unit_of(terms, C)
-    s = _scores(i, count + 1, True, at, W, C)
-    product = _product(walk, count, at, C)
-    pass_turn((W + 1) % C.warpgroups, C)
-    s = warpgroup_mma_wait(1, deps=[s])
-    if C.late:
-        release(count + 1, 0, C)
+    # Together: the compiler puts a barrier before a wait that was waited for before.
+    mbarrier.wait(at.k_full.index(slot_of(count + 1, C)), phase_of(count + 1, C))
+    mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
+    wait_for_turn(W, C)
+    if C.parts == 1:
+        product, l = _product(walk, count, at, C)
+        release(count, 1, C)
+        s = scores(i, count + 1, at, C)
+        pass_turn((W + 1) % C.warpgroups, C)
+        acc = _whole(walk, product, C)  # under S
+    else:
+        acc, l = _summed(walk, count, at, C)
+        release(count, 1, C)
+        s = scores(i, count + 1, at, C)
+        pass_turn((W + 1) % C.warpgroups, C)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
-    m = gl.maximum(walk.m, row_maximum(s) * unit)
-    base = base_of(m, MASKED)
-    alpha = gl.exp2(walk.m - base)
-    following = alpha * (walk.unit / unit_v)
-    acc = walk.acc
-    if not C.late:
-        # Behind the maximum: a release keeps the wait for O below what stands above it.
-        release(count + 1, 0, C)
-        product = warpgroup_mma_wait(0, deps=[product])
-        release(count, 1, C)
-        acc = _summed(walk, product, following, C)
-    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
-    l = scaled_sums(walk.l, alpha) + row_sums(weights)
-    if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
-        mbarrier.wait(at.q_full.index(i), phase)
-        product = warpgroup_mma_wait(0, deps=[product])
-        release(count, 1, C)
-    p = packed(weights)
-    if C.late:
-        acc = _summed(walk, product, following, C)
-    return Walk(p, acc, following, m, l, unit_v)
+    words, base, alpha = weights(s, unit, walk.base)
+    return Walk(words, acc, alpha * quotient(walk.unit, unit_v), base, times(l, alpha), unit_v)
 
 
 @gluon.jit
-def open_tile(
-    tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr
-):
-    """Issues a tile's first S, of K tile `count` or the one behind it.
-
-    Returns:
-        S, the K tile's number, how many K/V tiles were passed over, and `end_of_keys`.
-    """
-    SKIPS: gl.constexpr = C.skips and C.warpgroups > W + 1
-    end = end_of_keys(tile.row + W * 64 + 64, tile, n, C)
-    skipped = 0
-    if SKIPS:
-        skipped = gl.where(more, end_of_keys(tile.row + C.block_m, tile, n, C) - end, 0)
-        skip_k(skipped, count, at, W, C)
-        count += skipped
-    i = (done % C.q_buffers) * C.warpgroups + W
-    mbarrier.wait(at.q_full.index(i), (done // C.q_buffers) & 1, pred=more)
-    return _scores(i, count, more, at, W, C), count, skipped, end
-
-
-@gluon.jit
-def first_walk(
-    s, end, view: View, terms: Terms, factors: Factors, scales: Scales, n: Sizes, C: gl.constexpr
-):  # fmt: skip
-    """A tile's statistics after its first S, which the right edge crosses; P is still float32."""
-    key = (end - 1) * C.block_n
-    scale, unit_v = scales_at(key, factors, scales)
-    terms = under(terms, scale)
-    unit = unit_of(terms, C)
-    s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
-    m = row_maximum(s) * unit
-    base = base_of(m, C.may_be_empty)
-    weights = gl.exp2(s * unit - (base - SHIFT)[:, None])
-    return weights, m, row_sums(weights), unit_v
-
-
-@gluon.jit
-def _finish(
-    walk: Walk, product, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
-):  # fmt: skip
-    """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
-    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    top, l, factor = with_sink(walk.m - SHIFT, l, view.tile.head, 1.0, terms, C)
-    store_lse(top, l, view, to, n, C)
-    inverse = factor * walk.unit / l
-    if C.may_be_empty:
-        inverse = gl.where(l == 0.0, 0.0, inverse)
-    acc = _summed(walk, product, walk.factor * 0.0 + 1.0, C)
-    out = (acc * gl.convert_layout(inverse, ROWS)[:, None]).to(o.dtype)
+def _store_part(out, PART: gl.constexpr, o, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
+    WIDTH: gl.constexpr = C.width_v // C.parts
+    LAYOUT: gl.constexpr = out.type.layout
     tile = view.tile
     whole = view.row < n.seqlen_q
     if C.packed_q:
         whole = view.row + 64 <= tile.seqlen_q
     if whole:
         tma.store_wait(0)  # what this buffer held before has left
-        plane(o, 64, C.width_v).store(out)
+        plane(o, 64, WIDTH).store(out)
         fence_async_shared()
-        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + view.row, 0]
+        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + view.row, PART * WIDTH]
         tma_store(to.tiles, place, o)
     else:
         if C.packed_q:
-            store_rows(out, view, to, n, C)
+            index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+            columns = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+            start = (tile.q_start + index).to(gl.int64) * n.num_heads + tile.head
+            inside = (index < tile.seqlen_q)[:, None] & (columns < C.dim_v)
+            gl.store(to.out + start[:, None] * C.dim_v + columns, out, mask=inside)
+
+
+@gluon.jit
+def _finish(walk: Walk, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr):
+    """Divides and stores a tile's rows; a row without keys gives 0."""
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc[0].type.layout)
+    inverse = denominators(walk.base, walk.l, view, terms, to, n, C) * walk.unit
+    inverse = gl.convert_layout(inverse, ROWS)[:, None]
+    for i in gl.static_range(PARTS):
+        _store_part((walk.acc[i] * inverse).to(o.dtype), i, o, view, to, n, C)
 
 
 @gluon.jit
 def fp8_consumer(
-    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Shared,
+    W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, scales: Scales, at: Tiles,
     n: Sizes, C: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile of queries that the CTA draws."""
     BN: gl.constexpr = C.block_n
-    WIDTH_V: gl.constexpr = C.width_v
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 32])
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
@@ -347,51 +232,46 @@ def fp8_consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     release_if(more, count, 0, C)
     skip_v(skipped, 0, at, C)
-    weights, m, l, unit_v = first_walk(s, end, view, terms, factors, scales, n, C)
-    acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-    walk = Walk(packed(weights), acc, gl.zeros_like(m), m, l, unit_v)
+    walk = first_walk(s, _no_output(C), end, view, terms, factors, scales, n, C)
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
         i = (done % C.q_buffers) * C.warpgroups + W
-        phase = (done // C.q_buffers) & 1
         start = start_of_keys(view.tile.row, view.tile, n, C)
         cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
         if C.cuts_two:
             for j in range(1, cut):
-                walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors,
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors,
                              scales, at, n, True, W, C)  # fmt: skip
                 count += 1
         for j in range(cut, full):
-            walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
+            walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors, scales,
                          at, n, False, W, C)  # fmt: skip
             count += 1
         if C.has_left:
             for j in range(full, end - start):
-                walk = _step(i, phase, walk, count, (end - 1 - j) * BN, view, terms, factors,
+                walk = _step(i, walk, count, (end - 1 - j) * BN, view, terms, factors,
                              scales, at, n, True, W, C)  # fmt: skip
                 count += 1
 
-        # The last P V of this tile and the first S = Q K^T of the next.
+        # The last P V of this tile, then the first S = Q K^T of the next, under which O leaves.
         mbarrier.arrive(at.q_empty.index(i), count=1)
+        mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
+        acc, l = _summed(walk, count, at, C)
+        last = Walk(walk.p, acc, walk.factor, walk.base, l, walk.unit)
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
         following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
         factors = factors_at(tile, following.row, scales, lengths, n, C)
-        s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
-        product = _product(walk, count, at, C)
-        pass_turn(NEXT, C)
-        s = warpgroup_mma_wait(1, deps=[s])
-        release_if(more, first, 0, C)
-        weights, m, l, unit_v = first_walk(s, end, following, terms, factors, scales, n, C)
-        product = warpgroup_mma_wait(0, deps=[product])
         release_if(more, count, 1, C)
+        s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)
+        pass_turn(NEXT, C)
+        _finish(last, at.o.index(W), view, terms, to, n, C)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release_if(more, first, 0, C)
         skip_v(skipped, count + 1, at, C)
-        p = packed(weights)
-        _finish(walk, product, at.o.index(W), view, terms, to, n, C)
-        acc = gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT)
-        walk = Walk(p, acc, gl.zeros_like(m), m, l, unit_v)
+        walk = first_walk(s, _no_output(C), end, following, terms, factors, scales, n, C)
         view = following
         count = first
     tma.store_wait(0)
