@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
 from onchip.kernels.gluon_names import wait_for_all
+from onchip.kernels.portable.decode_cuts import located, pieces
 from onchip.kernels.portable.decode_direct_results import (
     LOWEST,
     finish,
@@ -57,18 +58,6 @@ def _flat(spec, warps):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _pieces(tiles, wanted, SPEC: gl.constexpr):
-    """Pieces that a sequence really gets, at least one; see `decode._pieces`."""
-    size = gl.maximum(gl.cdiv(tiles, gl.maximum(wanted, 1)), SPEC.min_tiles)
-    return gl.maximum(gl.cdiv(tiles, size), 1)
-
-
-@gluon.jit
 def _edge(lengths, first, left, SPEC: gl.constexpr):
     """First token that is seen; works on vectors too."""
     if SPEC.has_left:
@@ -88,11 +77,10 @@ def _tiles(length, first, SPEC: gl.constexpr):
 
 @gluon.jit
 def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program, as `decode._shares` and `_locate` find them.
+    """Sequence, piece, pieces and first program.
 
     Unequal lengths are cut into about six pieces for each SM.
     """
-    program = gl.program_id(1)
     every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
     lengths = gl.load(seqused_k + every, mask=seen, other=0)
@@ -100,16 +88,7 @@ def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl
     if SPEC.has_first:
         first = gl.load(leftpad_k + every, mask=seen, other=0)
     _, tiles = _tiles(lengths, _edge(lengths, first, left, SPEC), SPEC)
-    total = gl.sum(tiles, 0)
-    unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
-    work = gl.maximum(total * gl.num_programs(0), 1)
-    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 6, work), splits)
-    counts = gl.where(seen, _pieces(tiles, wanted, SPEC), 0)
-    ends = gl.associative_scan(counts, 0, _add)
-    batch = gl.sum((ends <= program).to(gl.int32), 0)
-    end = gl.min(gl.where(ends > program, ends, 2147483647), 0)
-    count = gl.sum(gl.where(every == batch, counts, 0), 0)
-    return batch, program - (end - count), count, end - count
+    return located(every, tiles, num_sequences, splits, 6 * num_sms, SPEC)
 
 
 @gluon.jit
@@ -204,7 +183,7 @@ def attn_decode_direct(
     first = _edge(length, first, left, SPEC)
     first_tile, tiles = _tiles(length, first, SPEC)
     if SPEC.batch_padded == 1:
-        count = _pieces(tiles, splits, SPEC)
+        count = pieces(tiles, splits, SPEC)
         if index >= count:
             return
     size = gl.cdiv(tiles, count)

@@ -43,6 +43,7 @@ from onchip.kernels.gluon_names import (
     tma_load,
 )
 from onchip.kernels.launcher import Launch
+from onchip.kernels.portable.decode_cuts import located, pieces
 from onchip.kernels.portable.decode_spec import DecodeSpec
 from onchip.kernels.portable.decode_tall_tiles import (
     Numbers,
@@ -96,35 +97,13 @@ class Tall:
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _pieces(tiles, wanted, SPEC: gl.constexpr):
-    """Pieces that a sequence really gets, at least one; see `decode._pieces`."""
-    size = gl.maximum(gl.cdiv(tiles, gl.maximum(wanted, 1)), SPEC.min_tiles)
-    return gl.maximum(gl.cdiv(tiles, size), 1)
-
-
-@gluon.jit
 def _cut(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program; the cut of `decode._shares` and `_locate`."""
+    """Sequence, piece, pieces and first program; unequal lengths get about three pieces an SM."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    program = gl.program_id(1)
     every = gl.arange(0, SPEC.batch_padded, FLAT)
-    seen = every < num_sequences
-    tiles = gl.cdiv(gl.load(seqused_k + every, mask=seen, other=0), SPEC.block_n)
-    total = gl.sum(tiles, 0)
-    unequal = gl.max(tiles, 0) * num_sequences * 4 > total * 5
-    work = gl.maximum(total * gl.num_programs(0), 1)
-    wanted = gl.where(unequal, gl.cdiv(tiles * num_sms * 3, work), splits)
-    counts = gl.where(seen, _pieces(tiles, wanted, SPEC), 0)
-    ends = gl.associative_scan(counts, 0, _add)
-    batch = gl.sum((ends <= program).to(gl.int32), 0)
-    end = gl.min(gl.where(ends > program, ends, 2147483647), 0)
-    count = gl.sum(gl.where(every == batch, counts, 0), 0)
-    return batch, program - (end - count), count, end - count
+    lengths = gl.load(seqused_k + every, mask=every < num_sequences, other=0)
+    tiles = gl.cdiv(lengths, SPEC.block_n)
+    return located(every, tiles, num_sequences, splits, 3 * num_sms, SPEC)
 
 
 @gluon.jit
@@ -153,7 +132,7 @@ def _piece(
         num_queries = gl.load(cu_seqlens_q + batch + 1) - q_start
     tiles = gl.cdiv(length, SPEC.block_n)
     if SPEC.batch_padded == 1:
-        count = _pieces(tiles, splits, SPEC)
+        count = pieces(tiles, splits, SPEC)
         exists = index < count
     unit = gl.program_id(0)
     row_start = (unit % SPEC.row_blocks) * SPEC.rows
@@ -199,10 +178,10 @@ def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STA
     else:
         PAGES: gl.constexpr = SPEC.pages_in_tile
         NUMBER: gl.constexpr = STAGES * PAGES * 2
-        pieces = in_pieces(tiles, desc, NUMBER, SPEC.page_size)
+        parts = in_pieces(tiles, desc, NUMBER, SPEC.page_size)
         for i in gl.static_range(PAGES):
             for j in gl.static_range(2):
-                to = pieces.index((slot * 2 + j) * PAGES + i)
+                to = parts.index((slot * 2 + j) * PAGES + i)
                 tma_load(desc, [ids[i], kv_head, 0, j * 64], barrier, to)
 
 
