@@ -42,6 +42,8 @@ CASES = {
     "one_query": Case((1, 1), (350, 70), page=16, **{**GQA, "heads": 32, "kv_heads": 1}),
 }
 SPOILT = Case((5, 5), (150, 70), page=16, causal=True, **GQA)
+# A piece must not add what later ones hold: merged with a weight of 0 it would become NaN.
+OUTWEIGHED = Case((5,), (129,), page=16, causal=True, **{**GQA, "heads": 4, "kv_heads": 1})
 CUTS = (
     {"splits": 1, "balanced": False},
     {"splits": 3, "balanced": False, "min_tiles": 1},
@@ -57,6 +59,7 @@ def _entries() -> dict[str, dict]:
             found[f"{name}-{kind}"] = {"case": case, "config": cut}
     for poison in (math.nan, math.inf, -math.inf):
         found[f"{poison}"] = {"case": SPOILT, "config": CUTS[1], "poison": poison}
+    found["outweighed"] = {"case": OUTWEIGHED, "config": CUTS[1], "outweighs": True}
     return found
 
 
@@ -78,7 +81,12 @@ def results(tmp_path_factory) -> dict:
     return dict(zip(ENTRIES, torch.load(files[1]), strict=True))
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+def test_a_piece_adds_its_own_values_only(results):
+    out, _ = results["outweighed"]
+    assert out[0, -1, 0, 3] == math.inf
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "outweighed"])
 def test_roles(results, name):
     entry = ENTRIES[name]
     assert not isinstance(results[name], str), results[name]
@@ -101,11 +109,12 @@ def test_what_it_takes():
         {"seqlen_q": 4}, {"arch": "sm_80"}, {"head_dim": 64, "head_dim_v": 64}, {"page_size": 8},
         {"page_size": 48}, {"softcap": 1.0}, {"alibi": 1}, {"mask": Mask(100, 0)},
         {"leftpad": True}, {"kv_dtype": torch.float8_e4m3fn}, {"scale": -1.0},
-        {"unaligned": ("v",)},
+        {"unaligned": ("v",)}, {"page_size": 20, "seqlen_k": 20}, {"page_size": 1, "seqlen_k": 1},
     )  # fmt: skip
     for other in others:
         assert not choose_decode(replace(problem, **other), 132).tall, other
     assert not choose_decode(problem, 132, is_aligned=False).tall
+    assert choose_decode(replace(problem, page_size=90, seqlen_k=90), 132).tall
     assert choose_decode(replace(problem, num_splits=1), 132).tall
 
 

@@ -218,8 +218,13 @@ def test_configs_cover_the_rows_and_the_keys():
                 assert config.rows * config.row_blocks >= heads * seqlen_q
                 assert 1 <= config.splits <= decode_config.MAX_SPLITS
     few = choose_decode(_on_gpu(call, batch=1, seqlen_k=1 << 17), 132)
-    many = choose_decode(_on_gpu(call, batch=512, seqlen_k=1 << 17), 132)
-    assert few.splits > 32 and many.splits == 1 and many.balanced
+    full = choose_decode(_on_gpu(call, batch=512, seqlen_k=1 << 17), 132)
+    assert few.splits > 32 and full.splits == 1 and full.balanced
+    for seqlen_q in (1, 64):  # a grid holds 65535 programs
+        many = {"batch": 64_800, "num_kv_heads": 1, "seqlen_q": seqlen_q, "arch": "sm_90"}
+        kind = {"dtype": torch.float16, "kv_dtype": torch.float16}
+        problem = _on_gpu(call, **many, **kind, head_dim=128, head_dim_v=128)
+        assert choose_decode(problem, 132).programs(problem, 132) <= 65535
     one = choose_decode(_on_gpu(call, batch=512, num_splits=1), 132)
     assert one.splits == 1 and not one.balanced
 

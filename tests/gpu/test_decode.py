@@ -13,7 +13,7 @@ import torch
 
 import onchip
 from onchip import reference
-from onchip.kernels.portable.decode_config import direct, suits_direct
+from onchip.kernels.portable.decode_config import suits_direct
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.gpu
@@ -117,9 +117,20 @@ def test_direct_walk(decode, name, dim, dtype, warps):
     assert suits_direct(call.problem)
     few, some, *balanced = configs(decode, call)
     for config in (few, some, replace(some, splits=128), *balanced):
-        config = direct(config, config.num_stages, warps)
+        config = replace(config, rows=8, row_blocks=1, groups=warps, block_n=16 * warps,
+                         num_warps=warps, direct=True)  # fmt: skip
         for _ in range(2):  # counters must be 0 again
             check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
+def test_an_empty_table_of_sequences_without_keys():
+    q = torch.randn(3, 1, 32, 128, device="cuda", dtype=BF16)
+    k, v = (torch.randn(4, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
+    table, lengths = (torch.zeros(*n, device="cuda", dtype=torch.int32) for n in ((3, 0), (3,)))
+    out, lse = onchip.attention_with_kvcache(
+        q, k, v, cache_seqlens=lengths, block_table=table, return_lse=True
+    )
+    assert not out.any() and (lse == -math.inf).all()
 
 
 def test_keys_before_a_window_are_never_multiplied(decode):

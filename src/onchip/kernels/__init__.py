@@ -200,14 +200,16 @@ def tall_block_n(problem: Problem) -> int:
 def suits_tall(problem: Problem) -> bool:
     """Whether the decode has its walk for many rows, which reads keys once for 128 of them."""
     size = problem.page_size
+    # A page that holds all keys is one piece, if it is as long as a tile.
     fits = size % tall_block_n(problem) == 0 or size in (16, 32, 64)
+    fits = fits or size >= max(problem.seqlen_k, tall_block_n(problem))
     return (
         problem.arch == "sm_90"
         and problem.seqlen_q * problem.group > FEW_ROWS
         and problem.head_dim == problem.head_dim_v == 128
         and problem.dtype == problem.kv_dtype
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and (fits or size >= problem.seqlen_k)
+        and fits
         and problem.seqlen_k > 0
         and problem.scale > 0
         and problem.mask.left < 0

@@ -190,7 +190,7 @@ _NUMBERS = (
 ).split()
 
 
-#: Whether Triton has the Gluon that `decode_direct` is written in.
+#: Whether Triton has the Gluon that `decode_direct` and `decode_tall` are written in.
 _HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 _MERGE_NUMBERS = (

@@ -8,12 +8,12 @@ Legend: B batch, S_q queries of a sequence, H_kv key and value heads, D / D_v he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from onchip.kernels import suits_tall, tall_block_n
+from onchip.kernels import MAX_PIECES, suits_tall, tall_block_n
 from onchip.kernels.portable.config import padded
 from onchip.problem import Layout, Problem
 
@@ -77,20 +77,8 @@ def suits_direct(problem: Problem) -> bool:
         and problem.head_dim == problem.head_dim_v
         and problem.head_dim in (64, 128)
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and not (problem.softcap or problem.alibi)
+        and not (problem.softcap or problem.alibi or problem.unaligned)
     )
-
-
-def direct(config: DecodeConfig, stages: int = 3, warps: int = 4) -> DecodeConfig:
-    """The config with `decode_direct` as its walk.
-
-    H200, 2026-11-30, float8, 64 sequences of 8k: 256 and 258 us with 2 and 3 stages, with which
-    four programs run on an SM, 303 with 4. 16 bit, one of 32k: 44.2 and 38.5 with 2 and 3.
-    """
-    return replace(
-        config, rows=8, row_blocks=1, groups=warps, block_n=16 * warps, num_warps=warps,
-        num_stages=stages, direct=True,
-    )  # fmt: skip
 
 
 def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> DecodeConfig:
@@ -99,7 +87,8 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     Args:
         problem: what the call asks for.
         num_sms: multiprocessors of the GPU.
-        is_aligned: whether all rows begin at multiples of 16 bytes, as `decode_direct` needs.
+        is_aligned: whether all rows begin at multiples of 16 bytes, and Triton has
+            Gluon: what `decode_direct` and `decode_tall` need.
     """
     walks_direct, is_tall = (is_aligned and suits(problem) for suits in (suits_direct, suits_tall))
     if is_tall:
@@ -117,6 +106,8 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     else:
         # With less work than that, balancing costs more at the start than it gains.
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
+        # So many sequences that a grid would not hold their pieces too stay whole.
+        balanced = balanced and problem.batch + 6 * num_sms <= MAX_PIECES
         if walks_direct:
             two = _wants_two(problem, units * num_tiles // num_sms)
         elif is_tall:
@@ -147,6 +138,9 @@ class _Tile:
 
 def _direct_tile(problem: Problem, num_sms: int) -> _Tile:
     """What `_tile` is for the other walks; with splits given, batch plays no part in it.
+
+    H200, 2026-11-30, float8, 64 sequences of 8k: 256 and 258 us with 2 and 3 stages, with which
+    four programs run on an SM, 303 with 4. 16 bit, one of 32k: 44.2 and 38.5 with 2 and 3.
 
     H200, 2026-11-30, two warps against four, us: 32 sequences of 32k 932 and 939, 64 of 4k 243.4
     and 244.1, one of 32k 42.5 and 38.5. Of programs of two warps four run on an SM.

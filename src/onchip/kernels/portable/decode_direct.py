@@ -37,6 +37,7 @@ from onchip.kernels.portable.decode_direct_tiles import (
     has_edge,
     hidden,
     load_queries,
+    no_ids,
     page_ids,
     paired,
     prepared,
@@ -99,7 +100,10 @@ def _start(k_ring, v_ring, start, stop, cache: Cache, SPEC: gl.constexpr, STAGES
             ids = page_ids(cache, start + s, SPEC)
             fetch(k_ring.index(s), v_ring.index(s), ids, start + s, cache, SPEC)
         async_copy.commit_group()
-    return page_ids(cache, start + STAGES - 1, SPEC)
+    ids = no_ids(SPEC)
+    if start + STAGES - 1 < stop:  # the table of a sequence without tokens is not read
+        ids = page_ids(cache, start + STAGES - 1, SPEC)
+    return ids
 
 
 @gluon.jit

@@ -135,6 +135,16 @@ def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def no_ids(SPEC: gl.constexpr):
+    """What `page_ids` gives where there is no tile: any number."""
+    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    if SPEC.page_size > 0 and _by_token(SPEC):
+        return gl.full([gl.num_warps(), 16], 0, gl.int32, EACH)
+    else:
+        return gl.full([gl.num_warps()], 0, gl.int32, gl.SliceLayout(1, EACH))
+
+
+@gluon.jit
 def _rows(ids, tile, stride_page, stride_row, cache: Cache, SPEC: gl.constexpr):
     """Places of a tile's rows (W, 16, 1), in elements or words, from a head's start.
 

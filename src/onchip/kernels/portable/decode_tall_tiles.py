@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 class Walk(NamedTuple):
     """What goes from tile to tile."""
 
-    p: object  # (64, BN) weights of the last S, as `softmax.packed` gives them
+    p: object  # (64, BN) weights of the last S, as `gluon_rows.packed` gives them
     acc: object  # (64, D) without the last P V
     m: object  # (64,) maximum of Q K^T
     l: object  # (64, 4) sums of P
@@ -255,7 +255,8 @@ def _with_nonfinite(acc, cut, rows: Rows, piece: Piece, source: Source, n: Numbe
     high = gl.convert_layout(rows.high, gl.SliceLayout(1, O_LAYOUT))
     column = gl.arange(0, 128, gl.SliceLayout(0, O_LAYOUT))
     head = source.v + piece.kv_head * (n.stride_vh * SPEC.vector)
-    for key in range((piece.stop - cut) * SPEC.block_n, piece.length):
+    stop = gl.minimum(piece.length, piece.stop * SPEC.block_n)
+    for key in range((piece.stop - cut) * SPEC.block_n, stop):
         page, row = source.table, key
         if SPEC.page_size > 0:
             page, row = gl.load(source.table + key // SPEC.page_size), key % SPEC.page_size
