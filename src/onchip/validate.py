@@ -61,8 +61,10 @@ def rank(name: str, x: Tensor, allowed: int, legend: str) -> None:
     """Requires a number of dimensions."""
     if x.dim() != allowed:
         fix = "Reshape it; a single sequence still needs its batch dimension (unsqueeze(0))."
-        if allowed == 1:
-            fix = "Flatten it to one dimension."
+        if allowed < x.dim():
+            fix = "Flatten it to one dimension." if allowed == 1 else "Flatten or index it."
+        if allowed == 3 and x.dim() == 4:
+            fix = "Put the sequences behind one another (flatten(0, 1))."
         reject(name, f"{x.dim()} dimensions, {_shape(x)}", f"{allowed}: {legend}", fix)
 
 
@@ -459,7 +461,9 @@ def states(outs: Any, lses: Any) -> None:
             parts = parts.unbind(0)
         if not isinstance(parts, (list, tuple)) or not parts:
             fix = "Pass a list of the parts."
-            reject(name, type(parts).__name__, "a list of at least one tensor", fix, TypeError)
+            is_empty = isinstance(parts, (list, tuple))
+            got = f"an empty {type(parts).__name__}" if is_empty else type(parts).__name__
+            reject(name, got, "a list of at least one tensor", fix, TypeError)
         for part in parts:
             tensor(name, part)
             if part.dtype not in FLOATS or part.dtype != parts[0].dtype:

@@ -11,6 +11,9 @@ BENCHMARKS = ("attention", "cpu")
 def main(argv: list[str] | None = None) -> int:
     """Hands the rest of the line to one benchmark."""
     words = sys.argv[1:] if argv is None else argv
+    if words in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     if not words or words[0] not in BENCHMARKS:
         got = repr(words[0]) if words else "nothing"
         print(f"benchmark: got {got}; allowed: {', '.join(BENCHMARKS)}.", file=sys.stderr)

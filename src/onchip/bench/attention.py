@@ -220,9 +220,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m onchip.bench attention", description=__doc__)
     parser.add_argument("--json", type=Path, help=f"default: {RESULTS}/KERNEL.json")
     parser.add_argument("--kernel", default="portable", help="a kernel's name, or auto")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", type=chosen_peers, default=chosen_peers("torch"))
-    parser.add_argument("--parts", type=chosen_parts, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each call (7)")
+    parser.add_argument(
+        "--peers", type=chosen_peers, default=chosen_peers("torch"),
+        help=f"of {', '.join(PEERS)}, or torch (the default) for its three",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parts", type=chosen_parts, default=list(PARTS), help=f"of {', '.join(PARTS)} (all)"
+    )
     args = parser.parse_args(argv)
     args.json = args.json or RESULTS / f"{args.kernel}.json"
     return args

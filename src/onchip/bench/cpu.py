@@ -369,6 +369,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overhead", action="store_true", help="host overhead only")
     parser.add_argument("--only", help="cases whose name contains this; writes no default")
     args = parser.parse_args(argv)
+    if args.only and not any(args.only in case.name for case in CASES):
+        names = ", ".join(case.name for case in CASES)
+        parser.error(f"--only: got {args.only!r}; allowed: a part of one of these names: {names}")
     if args.overhead:
         report = {"overhead": overhead_us()}
         print(_overhead_line(report["overhead"]))
