@@ -262,7 +262,7 @@ def _gluon_reasons(problem: Problem) -> list[str]:
     """Why kernels written in Gluon for Hopper can't run."""
     why = []
     if problem.arch != "sm_90":
-        why.append(f"needs sm_90, not {problem.arch or 'an unnamed GPU'}")
+        why.append(f"needs sm_90, {f'not {problem.arch}' if problem.arch else 'a Hopper GPU'}")
     release = _triton_release()
     if release is not None and release < _GLUON_RELEASE:
         found, needed = (".".join(map(str, each)) for each in (release, _GLUON_RELEASE))

@@ -40,13 +40,16 @@ def write(path: str | Path) -> Path:
         path: where to, a name ending in .html.
 
     Raises:
-        ValueError: if the name ends otherwise.
+        ValueError: if the name ends otherwise, or its folder does not exist.
         OSError: if it can't be written.
     """
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         allowed = "a name that ends in .html"
         validate.reject("--page", path.name, allowed, "Browsers go by the ending.")
+    if not path.parent.is_dir():
+        fix = f"Make the folder first: mkdir -p {path.parent}"
+        validate.reject("--page", str(path), "a file in a folder that exists", fix)
     path.write_text(render(), encoding="utf-8")
     return path
 
