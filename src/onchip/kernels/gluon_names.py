@@ -1,4 +1,4 @@
-"""What Gluon renamed between the releases of Triton that this package runs on.
+"""What Gluon renamed between the releases of Triton that this package runs on; barriers.
 
 The names are chosen where they are defined: Triton 3.6 looks up the names in both branches of
 an `if` inside of a kernel.
@@ -82,6 +82,15 @@ else:
     def wait_for_all():
         """Waits for the role's other threads (3.7 and later)."""
         gl.barrier()
+
+
+@gluon.jit
+def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """mbarriers that turn after COUNT arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(j), count=COUNT)
+    return bars
 
 
 @gluon.jit

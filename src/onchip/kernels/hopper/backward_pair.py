@@ -23,11 +23,12 @@ from onchip.kernels.hopper.backward_walk import (
     store_keys,
     tile_at,
 )
-from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers, widened
+from onchip.kernels.hopper.gluon_backward import capped, hide, widened
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
     mbarrier,
+    new_barriers,
     tma,
     tma_load,
     warpgroup_mma,

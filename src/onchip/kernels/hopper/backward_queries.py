@@ -21,11 +21,12 @@ from onchip.kernels.hopper.backward_walk import (
     store_queries,
     tile_at,
 )
-from onchip.kernels.hopper.gluon_backward import capped, hide, new_barriers
+from onchip.kernels.hopper.gluon_backward import capped, hide
 from onchip.kernels.hopper.gluon_names import (
     fence_async_shared,
     gl,
     mbarrier,
+    new_barriers,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,

@@ -34,8 +34,8 @@ from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
 from onchip.kernels.hopper.fp8_consumer import fp8_consumer
 from onchip.kernels.hopper.fp8_producer import fp8_producer
 from onchip.kernels.hopper.fp8_walk import ONES, Scales, Tiles
-from onchip.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl
-from onchip.kernels.hopper.shared import Inputs, Outputs, barriers
+from onchip.kernels.hopper.gluon_names import TensorDescriptor, fence_async_shared, gl, new_barriers
+from onchip.kernels.hopper.shared import Inputs, Outputs
 from onchip.kernels.hopper.softmax import Terms
 from onchip.kernels.hopper.tiles import NOTE_SIZE, Lengths, Notes, Sizes
 from onchip.kernels.hopper.workspace import take
@@ -74,13 +74,14 @@ def _shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
     o = gl.allocate_shared_memory(o_desc.dtype, [NUM_O, 1, 1, 64, WIDTH_O], o_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
-    notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
+    notes = Notes(slots, new_barriers(2, 1), new_barriers(2, C.warpgroups))
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     ones = gl.allocate_shared_memory(gl.float8e4nv, [ONES, BN], flat)
     _store_ones(ones)
     return Tiles(
         q, k, v, o,
-        barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1), notes,
+        new_barriers(NUM_Q, 1), new_barriers(NUM_Q, 1),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1), notes,
         ones,
     )  # fmt: skip
 

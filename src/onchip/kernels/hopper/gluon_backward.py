@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.gluon_names import gl, mbarrier, wait_for_all
+from onchip.kernels.hopper.gluon_names import gl, wait_for_all
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -34,15 +34,6 @@ def pass_turn(counter, NEWEST: gl.constexpr):
     gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
     wait_for_all()
     gl.atomic_add(counter, 1, sem="release")
-
-
-@gluon.jit
-def new_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """mbarriers that turn after COUNT arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(j), count=COUNT)
-    return bars
 
 
 @gluon.jit

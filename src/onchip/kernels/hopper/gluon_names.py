@@ -11,6 +11,7 @@ from onchip.kernels.gluon_names import (  # noqa: F401
     gl,
     in_pieces,
     mbarrier,
+    new_barriers,
     tma,
     tma_load,
     tma_reduce_add,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.gluon_names import gl, mbarrier
+from onchip.kernels.hopper.gluon_names import gl, new_barriers
 from onchip.kernels.hopper.tiles import NOTE_SIZE, Notes, Tile
 
 
@@ -63,15 +63,6 @@ def place_of(tile: Tile, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """mbarriers that wait for so many arrivals each."""
-    found = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(found.index(i), count=COUNT)
-    return found
-
-
-@gluon.jit
 def shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
     NUM_Q: gl.constexpr = C.q_buffers * C.warpgroups
     NUM_O: gl.constexpr = C.warpgroups
@@ -89,9 +80,10 @@ def shared_memory(q_desc, k_desc, v_desc, o_desc, C: gl.constexpr):
         o = gl.allocate_shared_memory(dtype, [NUM_O, 1, 1, 64, HALF], o_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * NOTE_SIZE, 1], layout)
-    notes = Notes(slots, barriers(2, 1), barriers(2, C.warpgroups))
+    notes = Notes(slots, new_barriers(2, 1), new_barriers(2, C.warpgroups))
     return Shared(
         q, k, v, o,
-        barriers(NUM_Q, 1), barriers(NUM_Q, 1), barriers(STAGES, 1), barriers(STAGES, 1),
+        new_barriers(NUM_Q, 1), new_barriers(NUM_Q, 1),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1),
         notes,
     )  # fmt: skip

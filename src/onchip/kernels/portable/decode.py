@@ -46,7 +46,7 @@ from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
 from onchip.kernels.portable.decode_repeated import Repeated
 from onchip.kernels.portable.decode_results import finish, finish_merged, merged, put_aside
-from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec, vector_of
+from onchip.kernels.portable.decode_spec import NUMBERS, decode_numbers, decode_spec, vector_of
 from onchip.kernels.portable.decode_tiles import (
     Keys,
     Terms,
@@ -184,11 +184,6 @@ def _fit_float16(q, SPEC: tl.constexpr):
 
 # Triton specialises numbers inside tuples, whatever it is told; to compile once for all
 # lengths and strides, the numbers must be parameters of their own. Hence so many.
-_NUMBERS = (
-    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
-    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
-).split()
-
 
 #: Whether Triton has the Gluon that `decode_direct` and `decode_tall` are written in.
 _HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
@@ -198,7 +193,7 @@ _MERGE_NUMBERS = (
 ).split()
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=NUMBERS)
 def attn_decode_portable(
     q, k, v, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
     k_scale, v_scale, partial_out, partial_stats, counters,
@@ -423,7 +418,7 @@ class Plan:
         if spec.merged_rows:
             blocks = (units * spec.kept // spec.merged_rows, problem.batch)
             self.merge = Launch(attn_decode_merge_portable, blocks, index, num_warps=4)
-            numbers = dict(zip(_NUMBERS, self.numbers, strict=False))
+            numbers = dict(zip(NUMBERS, self.numbers, strict=False))
             self.merge_numbers = (
                 *(numbers[name] for name in _MERGE_NUMBERS[:7]), num_sms, programs, spec
             )  # fmt: skip

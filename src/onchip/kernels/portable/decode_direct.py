@@ -45,11 +45,7 @@ from onchip.kernels.portable.decode_direct_tiles import (
     turned,
     width_of,
 )
-
-_NUMBERS = (
-    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
-    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
-).split()
+from onchip.kernels.portable.decode_spec import NUMBERS
 
 
 @constexpr_function
@@ -153,7 +149,7 @@ def _walk(start, stop, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: gl.cons
     return acc, maximum, denominator
 
 
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def attn_decode_direct(
     q, k, v, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
     k_scale, v_scale, partial_out, partial_stats, counters,

@@ -149,6 +149,13 @@ def vector_of(tensors: Tensors) -> int:
     return unit
 
 
+#: The kernels' run-time numbers, of which Triton makes no variants.
+NUMBERS = (
+    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
+    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
+).split()
+
+
 def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, tensors: Tensors):
     """The kernel's run-time numbers, from stride_qb to softcap."""
     inputs = (tensors.q, tensors.k, tensors.v)

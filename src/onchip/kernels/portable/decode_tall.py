@@ -40,11 +40,12 @@ from onchip.kernels.gluon_names import (
     gl,
     in_pieces,
     mbarrier,
+    new_barriers,
     tma_load,
 )
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable.decode_cuts import located, pieces
-from onchip.kernels.portable.decode_spec import DecodeSpec
+from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
 from onchip.kernels.portable.decode_tall_tiles import (
     Numbers,
     Piece,
@@ -54,10 +55,6 @@ from onchip.kernels.portable.decode_tall_tiles import (
     consumer,
 )
 
-_NUMBERS = (
-    "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
-    "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
-).split()
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -145,14 +142,6 @@ def _piece(
 
 
 @gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(found.index(i), count=COUNT)
-    return found
-
-
-@gluon.jit
 def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
@@ -161,7 +150,7 @@ def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
         gl.allocate_shared_memory(k.dtype, [W, 64, 128], FLAT),
         gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], k.layout),
         gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], v.layout),
-        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, W),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, W),
     )  # fmt: skip
 
 
@@ -243,7 +232,7 @@ def _place(block_table, stride_table, batch, SPEC: gl.constexpr):
         return batch
 
 
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def attn_decode_tall(
     q, k, v, values, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
     k_scale, v_scale, partial_out, partial_stats, counters,
