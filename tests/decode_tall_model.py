@@ -1,4 +1,6 @@
-"""Script: runs the tall decode's roles in `gluon_model`; saves what they wrote, merged.
+"""Script: runs the tall decode's roles in `gluon_model`; saves what they wrote.
+
+Programs run one after another, in an order of which no result may depend.
 
 Usage: decode_tall_model.py CASES.json OUT.pt
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 import types
 from dataclasses import replace
@@ -30,7 +33,7 @@ class Address(Pointer):
         return Address(self.x, self.offset + other)
 
 
-def _load(pointer, mask=None, other=None):
+def _load(pointer, mask=None, other=None, cache_modifier=""):
     if not model._is_array(pointer.offset):
         return model._load(pointer, mask, other)
     if mask is None:
@@ -68,62 +71,19 @@ _tools.TensorDescriptor = None
 sys.modules["triton.tools"] = types.ModuleType("triton.tools")
 sys.modules["triton.tools.tensor_descriptor"] = _tools
 
+from onchip.kernels import gluon_pieces  # noqa: E402
 from onchip.kernels.portable import decode_tall, decode_tall_tiles  # noqa: E402
 from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
 from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
 
-LOG2E = 1.4426950408889634
-
+# The model's roles are threads of one program; nobody else writes meanwhile.
+gluon_pieces.wait_for_all = lambda: None
 decode_tall.in_pieces = lambda tiles, descriptor, number, rows: model.Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
 decode_tall_tiles.packed = lambda weights, dtype, spec: weights.to(dtype)
 decode_tall_tiles.operand = lambda p, dtype, spec: p
 decode_tall_tiles._marks = lambda words, dtype: (words & 0x7F807F80) + 0x00800080
-
-
-def cut(spec, config, problem, tensors, num_sms, units):
-    """Pieces of each sequence and the first one's program, as `decode._shares` has them."""
-    if tensors.seqused_k is None:
-        lengths = [problem.seqlen_k] * problem.batch
-    else:
-        lengths = tensors.seqused_k.tolist()
-    tiles = [-(-n // spec.block_n) for n in lengths]
-    wanted = [config.splits] * len(tiles)
-    if config.balanced and max(tiles) * len(tiles) * 4 > sum(tiles) * 5:
-        wanted = [-(-n * num_sms * 3 // max(sum(tiles) * units, 1)) for n in tiles]
-    sizes = [max(-(-n // max(w, 1)), spec.min_tiles) for n, w in zip(tiles, wanted, strict=True)]
-    counts = [max(-(-n // size), 1) for n, size in zip(tiles, sizes, strict=True)]
-    firsts = [sum(counts[:b]) if config.balanced else b * config.splits for b in range(len(tiles))]
-    return counts, firsts
-
-
-def merge(out, lse, outs, stats, counts, firsts, problem, tensors, spec):
-    """Merges what pieces put aside, as `attn_decode_merge_portable`. Mutates: out, lse."""
-    group, blocks = problem.group, spec.row_blocks
-    starts = [b * problem.seqlen_q for b in range(problem.batch)]
-    queries = [problem.seqlen_q] * problem.batch
-    if tensors.cu_seqlens_q is not None:
-        starts, queries = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_q.diff().tolist()
-    flat = out.view(-1, problem.num_heads, 128)
-    for b, count in enumerate(counts):
-        for row in range(queries[b] * group * (count > 1)):
-            block, own = divmod(row, spec.rows)
-            query, head = divmod(row, group)
-            for kv_head in range(problem.num_kv_heads):
-                part = kv_head * blocks + block, slice(firsts[b], firsts[b] + count), own
-                tops, sums = stats[part].unbind(-1)
-                top = tops.amax()
-                weights = torch.exp2(tops - top)
-                total, acc = (sums * weights).sum(), (outs[part] * weights[:, None]).sum(0)
-                if tensors.sinks is not None:
-                    total = total + torch.exp(tensors.sinks[kv_head * group + head] - top / LOG2E)
-                flat[starts[b] + query, kv_head * group + head] = acc / total if total else 0
-                value = torch.log(total) + top / LOG2E if total else -torch.inf
-                if tensors.cu_seqlens_q is None:
-                    lse[b, kv_head * group + head, query] = value
-                else:
-                    lse[kv_head * group + head, starts[b] + query] = value
 
 
 def run(problem, tensors, changes: dict, num_sms=4):
@@ -138,6 +98,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     units, programs = problem.num_kv_heads * config.row_blocks, config.programs(problem, num_sms)
     outs = torch.full((units * programs, spec.kept, 128), torch.nan)
     stats = torch.full((units * programs, spec.kept, 2), torch.nan)
+    counters = torch.zeros(units * programs * 2, dtype=torch.int32)
     small = spec.pages_in_tile > 1
     height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]
@@ -146,18 +107,17 @@ def run(problem, tensors, changes: dict, num_sms=4):
     optional = (t.block_table, t.cu_seqlens_q, t.seqused_k, None, None, t.sinks, None, None)
     pointers = [None if x is None else Address(x) for x in optional]
     given = (Address(flat[0]), *described, Address(flat[1]), Address(out), Address(lse))
-    partials = (Address(outs), Address(stats), None)
+    partials = (Address(outs), Address(stats), Address(counters))
     numbers = (*decode_numbers(spec, config, problem, tensors), num_sms)
     model._cta.programs = (units, programs)
-    for y in range(programs):
-        for x in range(units):
-            model._cta.barriers = model.NamedBarriers()
-            set_program((x, y))
-            decode_tall.attn_decode_tall(*given, *pointers, *partials, *numbers, spec,
-                                         config.num_stages)  # fmt: skip
-    outs, stats = (x.view(units, programs, spec.kept, -1) for x in (outs, stats))
-    merge(out, lse, outs, stats, *cut(spec, config, problem, tensors, num_sms, units), problem,
-          tensors, spec)  # fmt: skip
+    order = [(x, y) for x in range(units) for y in range(programs)]
+    random.Random(0).shuffle(order)
+    for program in order:
+        model._cta.barriers = model.NamedBarriers()
+        set_program(program)
+        decode_tall.attn_decode_tall(*given, *pointers, *partials, *numbers, spec,
+                                     config.num_stages)  # fmt: skip
+    assert not counters.any(), "counters are not as they were found"
     return out, lse
 
 

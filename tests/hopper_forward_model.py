@@ -91,6 +91,33 @@ class Tiles:
         inside.copy_(data.reshape(self.rows, self.width)[: shape[0], : shape[1]])
 
 
+class Groups(Tiles):
+    """A descriptor of (B, S, H, D): boxes of rows, `heads` neighbours of each query."""
+
+    def __init__(self, x: torch.Tensor, rows: int, width: int, heads: int):
+        super().__init__(x, rows, width)
+        self.heads = heads
+
+    def _box(self, place):
+        batch, query, head, column = (int(p) for p in place)
+        assert query >= 0, "a tile begins before its tensor"
+        queries = slice(query, query + self.rows // self.heads)
+        found = self.x.transpose(1, 2)[batch, queries, head : head + self.heads]
+        assert found.shape[1] == self.heads
+        return found[..., column : column + self.width]
+
+    def read(self, place):
+        inside = self._box(place)
+        box = torch.zeros(self.rows // self.heads, self.heads, self.width, dtype=self.dtype)
+        box[: inside.shape[0], :, : inside.shape[2]] = inside
+        return box
+
+    def write(self, place, data):
+        inside = self._box(place)
+        box = data.reshape(-1, self.heads, self.width)
+        inside.copy_(box[: inside.shape[0], :, : inside.shape[2]])
+
+
 class Pieces:
     """A ring of tiles as pieces of some rows and 64 columns, as they lie in shared memory."""
 
@@ -137,6 +164,8 @@ def _load(pointer, mask=None, other=None):
     flat = pointer.x.view(-1)
     if mask is False:
         return other
+    if _is_array(pointer.offset):
+        return _array(flat[pointer.offset])
     return flat[int(pointer.offset)].item()
 
 
@@ -226,11 +255,15 @@ def run(problem, tensors, programs: int, config: Config | None = None):
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
     counters = torch.zeros(4, dtype=torch.int32)
     height, width = code.box
+    width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v
+    rows = [Tiles(x, 64, w) for x, w in ((q, code.width), (out, width_o))]
+    if code.heads > 1:
+        rows = [Groups(x, 64, w, code.heads) for x, w in ((q, code.width), (out, width_o))]
     descriptors = (
-        Tiles(q, 64, code.width),
+        rows[0],
         Tiles(k, height, width or code.width),
         Tiles(v, height, width or code.width_v),
-        Tiles(out, 64, code.width_v // 2 if code.q_buffers == 1 else code.width_v),
+        rows[1],
     )
     optional = (*arguments.lengths_of(tensors), tensors.alibi_slopes, tensors.sinks)
     pointers = [Pointer(x) for x in (out, lse, counters)]

@@ -69,6 +69,18 @@ SUMMED = {
     "sinks_long": Case((70,), (400,), heads=1, sinks=True),
     "causal_long": Case((70, 70), (500, 500), heads=1, causal=True),
 }
+GROUPS_OF_4 = {"heads": 8, "kv_heads": 2}
+GROUPED = {
+    "pages_of_16": Case((20,) * 4, (350, 37, 0, 1), page=16, causal=True, **GROUPS_OF_4),
+    "pages_of_64": Case((70, 70), (150, 40), page=64, **GROUPS_OF_4),
+    "window": Case((40, 40), (500, 300), page=128, window=(130, 3), **GROUPS_OF_4),
+    "packed": Case((20, 0, 7, 64), (350, 9, 80, 90), packed=True, causal=True, **GROUPS_OF_4),
+    "packed_pages": Case((7, 64, 1), (350, 40, 80), page=16, packed=True, causal=True, heads=16,
+                         kv_heads=2),
+    "dense": Case((100, 100), (200, 200), causal=True, heads=4, kv_heads=2),
+    "sinks": Case((33, 33), (250, 40), used=True, causal=True, sinks=True, heads=16),
+    "softcap": Case((9,), (250,), softcap=5.0, window=(100, -1), heads=64, kv_heads=1),
+}  # fmt: skip
 POISONED = Case((170,), (170,), heads=1, causal=True)
 
 
@@ -78,6 +90,10 @@ def _entries() -> list[dict]:
         for name in names:
             case = replace(CASES[name], dim=dim, dim_v=dim_v, dtype=torch.float16)
             found.append({"name": f"{name}-{dim}-{dim_v}", "case": case})
+    for dim, names in {64: ("packed_pages", "window"), 128: tuple(GROUPED), 256: ("packed",)}.items():
+        for name in names:
+            case = replace(GROUPED[name], dim=dim, dim_v=dim)
+            found.append({"name": f"grouped-{name}-{dim}", "case": case})
     for poison in (float("nan"), float("inf"), float("-inf")):
         case = replace(POISONED, dim=64, dim_v=64, dtype=torch.float16)
         found.append({"name": f"{poison}", "case": case, "poison": poison})
@@ -101,7 +117,7 @@ def _entries() -> list[dict]:
     ):
         case = Case((length,), (length,), heads=2, causal=True, dim=dim, dim_v=dim)
         chosen = choose_forward(build(case).problem)
-        config = asdict(replace(chosen, folded=True, turns=False, maxima=maxima))
+        config = asdict(replace(chosen, grouped=False, folded=True, turns=False, maxima=maxima))
         name = f"folded-{length}-{dim}"
         found.append({"name": name, "case": case, "config": config, "rise": 1.0, "programs": 99})
     return found

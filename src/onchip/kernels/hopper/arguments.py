@@ -52,6 +52,7 @@ class Code:
         has_sinks: whether exp(sink) joins each denominator.
         is_causal: whether the right edge ends with the keys.
         is_short: whether no CTA has more than two tiles, so that how it ends counts.
+        heads: of a group that lie side by side in a tile; 1 where a tile is one head's.
     """
 
     config: Config
@@ -73,6 +74,7 @@ class Code:
     has_sinks: bool
     is_causal: bool
     is_short: bool = False
+    heads: int = 1
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -352,7 +354,7 @@ def code_of(config: Config, problem: Problem) -> Code:
     has_right = problem.mask.right >= 0
     assert not (config.folded and (ragged or problem.mask.left >= 0)), "a tile's keys lie together"
     reach = problem.seqlen_k - problem.seqlen_q + problem.mask.right
-    apart = ragged or config.folded
+    apart = ragged or config.folded or config.grouped
     return Code(
         config=config,
         dim=problem.head_dim,
@@ -361,7 +363,7 @@ def code_of(config: Config, problem: Problem) -> Code:
         width_v=padded(problem.head_dim_v),
         has_left=problem.mask.left >= 0,
         has_right=has_right,
-        cuts_two=has_right and (ragged or reach % WARPGROUP_ROWS > 0),
+        cuts_two=has_right and (ragged or config.grouped or reach % WARPGROUP_ROWS > 0),
         skips=has_right
         and (apart or config.block_n != config.block_m or reach % config.block_n > 0),
         # A causal edge ends at the last key by itself.
@@ -374,6 +376,7 @@ def code_of(config: Config, problem: Problem) -> Code:
         alibi_dim=problem.alibi,
         has_sinks=problem.sinks,
         is_causal=problem.mask.causal,
+        heads=problem.group if config.grouped else 1,
     )
 
 
@@ -395,8 +398,8 @@ def factors_of(problem: Problem) -> tuple[float, float]:
 def sizes_of(code: Code, problem: Problem) -> tuple[int, ...]:
     """The kernel's run-time integers, in the order of `tiles.Sizes`."""
     mask = problem.mask
-    num_blocks = -(-problem.seqlen_q // code.block_m)
-    num_pairs = problem.batch * problem.num_heads
+    num_blocks = -(-problem.seqlen_q * code.heads // code.block_m)
+    num_pairs = problem.batch * problem.num_heads // code.heads
     return (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -406,7 +409,7 @@ def sizes_of(code: Code, problem: Problem) -> tuple[int, ...]:
         num_pairs,
         num_blocks,
         num_blocks * num_pairs,
-        heads_per_group(code.config, problem),
+        max(1, heads_per_group(code.config, problem) // code.heads),
         min(max(mask.left, 0), _UNBOUNDED),
         min(max(mask.right, 0), _UNBOUNDED),
     )
@@ -430,21 +433,26 @@ def descriptors(code: Code, tensors: Tensors, out: Tensor) -> list[TensorDescrip
     """q, k, v and out, read and written in tiles of one head's rows."""
     width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v
     return [
-        describe(tensors.q, WARPGROUP_ROWS, code.width),
+        describe(tensors.q, WARPGROUP_ROWS, code.width, code.heads),
         describe(tensors.k, code.box[0], code.box[1] or code.width),
         describe(tensors.v, code.box[0], code.box[1] or code.width_v),
-        describe(out, WARPGROUP_ROWS, width_o),
+        describe(out, WARPGROUP_ROWS, width_o, code.heads),
     ]
 
 
-def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """(B, H, S, D), B = 1 when packed, in tiles of so many rows of one head."""
-    x = (x.unsqueeze(0) if x.dim() == 3 else x).transpose(1, 2)
+def describe(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
+    """(B, H, S, D), B = 1 when packed, in tiles of so many rows of one head.
+
+    With several heads side by side (B, S, H, D), in tiles of so many rows of all of them.
+    """
+    x = x.unsqueeze(0) if x.dim() == 3 else x
+    if heads == 1:
+        x = x.transpose(1, 2)
     # A dimension of size 1 may have any stride, which TMA would refuse.
     unit = 16 // x.element_size()
     row = -(-x.shape[-1] // unit) * unit
     strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    block = [1, 1, rows, width]
+    block = [1, 1, rows, width] if heads == 1 else [1, rows // heads, heads, width]
     dtype = _DTYPES[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

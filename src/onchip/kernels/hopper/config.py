@@ -39,6 +39,8 @@ class Config:
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
         folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
+        grouped: whether a tile's rows are the heads of a group, query after query, so that few
+            queries fill it and K and V are read once for all of them.
         l2_bytes: K and V of a group of heads; tiles are handed out group by group.
 
     Raises:
@@ -56,6 +58,7 @@ class Config:
     maxima: bool = True
     q_in_registers: bool = False
     folded: bool = False
+    grouped: bool = False
     l2_bytes: int = L2_BUDGET_BYTES
 
     def __post_init__(self):
@@ -70,6 +73,8 @@ class Config:
             )
         if self.folded and self.warpgroups != 2:
             raise ValueError(f"folded: got {self.warpgroups} warpgroups; allowed: 2")
+        if self.folded and self.grouped:
+            raise ValueError("folded: a grouped tile is not")
         if self.q_buffers not in (1, 3):
             raise ValueError(f"q_buffers: got {self.q_buffers}; allowed: 1 or 3")
         if self.pins not in ("", "k", "v", "kv"):
@@ -98,16 +103,23 @@ def choose_forward(problem: Problem) -> Config:
     maxima = laden or problem.dtype != torch.bfloat16
     if width != width_v:  # O does not fit into Q's buffer
         return _UNEQUAL[maxima]
+    grouped = _fills_tiles_with_groups(problem)
     if laden:
-        return _LADEN[width]
-    config = _CONFIGS[width, causal, maxima]
-    if width < 256 and _is_single(problem):
+        return replace(_LADEN[width], grouped=grouped)
+    config = replace(_CONFIGS[width, causal, maxima], grouped=grouped)
+    if width < 256 and _is_single(problem) and not grouped:
         return replace(config, folded=True, turns=False)
     if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
-        return _LONG_64[maxima]
+        return replace(_LONG_64[maxima], grouped=grouped)
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
+
+
+def _fills_tiles_with_groups(problem: Problem) -> bool:
+    """Whether queries are too few to fill a tile, and heads of a group can fill it with them."""
+    is_few = problem.seqlen_q < 2 * WARPGROUP_ROWS
+    return is_few and problem.group in (2, 4, 8, 16, 32, 64) and problem.alibi == 0
 
 
 def _is_single(problem: Problem) -> bool:

@@ -52,6 +52,7 @@ from onchip.kernels.hopper.tiles import (
     masked,
     num_before_the_left,
     num_cut_on_the_right,
+    num_rows,
     number_of,
     read,
     row_of,
@@ -291,7 +292,7 @@ def _finish(
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     if not C.maxima:
         overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
-    top, l, factor = with_sink(walk.m, l, view.tile.head, unit_of(terms, C), terms, C)
+    top, l, factor = with_sink(walk.m, l, view, unit_of(terms, C), terms, C)
     if not C.maxima:
         top = gl.where(overflows, 0.0, top)
         l = gl.where(overflows, float("inf"), l)
@@ -301,15 +302,15 @@ def _finish(
         inverse = gl.where(l == 0.0, 0.0, inverse)
     out = walk.acc * gl.convert_layout(inverse, ROWS)[:, None]
     if C.may_leak:
-        note_leaks(out, l, view, to)
+        note_leaks(out, l, view, to, C)
     out = out.to(o.dtype)
     if C.packed_q:
-        if view.row + 64 <= view.tile.seqlen_q:
+        if view.row + 64 <= num_rows(view.tile.seqlen_q, C):
             store_tile(out, o, view, to, C)
         else:
             store_rows(out, view, to, n, C)
     else:
-        if view.row < n.seqlen_q:
+        if view.row < num_rows(n.seqlen_q, C):
             store_tile(out, o, view, to, C)
 
 

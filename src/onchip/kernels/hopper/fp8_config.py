@@ -46,6 +46,7 @@ class FP8Config:
     pins: ClassVar[str] = "kv"
     maxima: ClassVar[bool] = True
     folded: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.warpgroups not in (2, 3):

@@ -11,13 +11,15 @@ from triton.experimental import gluon
 
 from onchip.kernels.hopper.barriers import meet_other_launches, settle, wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
-from onchip.kernels.hopper.shared import Inputs, Shared, place_of
+from onchip.kernels.hopper.shared import Inputs, Shared, corner_of, place_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
     Spot,
     Tile,
     end_of_tile,
+    kv_head_of,
+    num_units,
     number_of,
     onward,
     post,
@@ -109,7 +111,7 @@ def _load_q(
         i = buffer * C.warpgroups + w
         mbarrier.wait(at.q_empty.index(i), ((done // C.q_buffers) & 1) ^ 1)
         mbarrier.expect(at.q_full.index(i), 64 * C.width * 2)
-        place = [place_of(tile, C.packed_q), tile.head, tile.q_start + row_of(tile, w, n, C), 0]
+        place = corner_of(tile, row_of(tile, w, n, C), 0, C)
         tma_load(q_desc, place, at.q_full.index(i), at.q.index(i))
 
 
@@ -118,7 +120,7 @@ def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
     """Tile `t`: (whether there is one, where the CTA's walk stands, the tile)."""
     if C.packed_q:
         spot = onward(t, spot, n, source.lengths, C)
-        more = spot.batch < n.num_pairs // n.num_heads
+        more = spot.batch < n.num_pairs // num_units(n, C)
         return more, spot, tile_of(t, spot, n, source.lengths, C)
     else:
         tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
@@ -165,7 +167,7 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     if C.is_uneven and C.num_known == 0:
         post(tile, more, 0, at.notes, C)
     while more:
-        head = tile.head // n.group
+        head = kv_head_of(tile, n, C)
         batch = place_of(tile, C.packed_k and C.page_size == 0)
         start = start_of_keys(tile.row, tile, n, C)
         end = end_of_tile(tile, n, C)

@@ -269,7 +269,8 @@ def resolve_repair(problem: Problem, forward: Resolved, tensors: Tensors) -> Non
     strides = (s for x in (tensors.q, tensors.k, tensors.v) for s in strides_of(x))
     scale, softcap, stride_table, *sizes = forward.numbers
     forward.repair_numbers = (
-        *strides, scale, softcap, stride_table, *sizes[:6], *sizes[9:],
+        *strides, scale, softcap, stride_table, *sizes[:5], problem.batch * problem.num_heads,
+        *sizes[9:],
         _BLOCK_M, _BLOCK_N, _BLOCK_D, problem.head_dim, forward.code,
     )  # fmt: skip
 

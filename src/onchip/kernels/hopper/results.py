@@ -8,36 +8,39 @@ from __future__ import annotations
 from triton.experimental import gluon
 
 from onchip.kernels.hopper.gluon_names import fence_async_shared, gl, tma, tma_store
-from onchip.kernels.hopper.shared import Outputs, place_of, plane
+from onchip.kernels.hopper.shared import Outputs, corner_of, plane
 from onchip.kernels.hopper.softmax import halves
-from onchip.kernels.hopper.tiles import Sizes, View
+from onchip.kernels.hopper.tiles import Sizes, View, num_rows, query_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def row_index(view: View):
+def row_index(view: View, C: gl.constexpr):
     """Rows of the sequence, and which of them there are."""
     index = view.row + view.rows
-    return index, index < view.tile.seqlen_q
+    return index, index < num_rows(view.tile.seqlen_q, C)
 
 
 @gluon.jit
 def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
-    index, inside = row_index(view)
+    index, inside = row_index(view, C)
     tile = view.tile
+    head = tile.head
+    if C.heads > 1:
+        head = head * C.heads + index % C.heads
     if C.packed_q:  # (H, T_q)
-        start = gl.cast(tile.head, gl.int64) * n.tokens_q + tile.q_start
+        start = gl.cast(head, gl.int64) * n.tokens_q + tile.q_start
     else:
-        start = gl.cast(tile.batch * n.num_heads + tile.head, gl.int64) * n.seqlen_q
-    gl.store(to.lse + start + index, (top + gl.log2(l)) * LN2, mask=inside)
+        start = gl.cast(tile.batch * n.num_heads + head, gl.int64) * n.seqlen_q
+    gl.store(to.lse + start + query_of(index, C), (top + gl.log2(l)) * LN2, mask=inside)
 
 
 @gluon.jit
-def note_leaks(out, l, view: View, to: Outputs):
+def note_leaks(out, l, view: View, to: Outputs, C: gl.constexpr):
     """Notes rows for `repair.py`: NaN or infinite although their weights are not, or overflowed."""
     sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
-    _, inside = row_index(view)
+    _, inside = row_index(view, C)
     leaks = (((sums != 0.0) & (l == l)) | (l == float("inf"))) & inside
     gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
 
@@ -45,13 +48,11 @@ def note_leaks(out, l, view: View, to: Outputs):
 @gluon.jit
 def store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
     """Stores 64 rows by TMA, which leaves out what lies outside of the tensor."""
-    tile = view.tile
-    row = tile.q_start + view.row
-    place = place_of(tile, C.packed_q)
     if C.q_buffers > 1:
+        corner = corner_of(view.tile, view.row, 0, C)
         plane(o, 64, C.width_v).store(out)
         fence_async_shared()
-        tma_store(to.tiles, [place, tile.head, row, 0], o)
+        tma_store(to.tiles, corner, o)
     else:  # in two halves
         left, right = halves(out)
         for i in gl.static_range(2):
@@ -61,7 +62,7 @@ def store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
             else:
                 plane(o, 64, C.width_v // 2).store(right)
             fence_async_shared()
-            tma_store(to.tiles, [place, tile.head, row, i * (C.width_v // 2)], o)
+            tma_store(to.tiles, corner_of(view.tile, view.row, i * (C.width_v // 2), C), o)
 
 
 @gluon.jit
@@ -72,6 +73,10 @@ def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     tile = view.tile
     index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    start = (tile.q_start + index).to(gl.int64) * n.num_heads + tile.head
-    inside = (index < tile.seqlen_q)[:, None] & (columns < C.dim_v)
+    start = (tile.q_start + query_of(index, C)).to(gl.int64) * n.num_heads
+    if C.heads > 1:
+        start += tile.head * C.heads + index % C.heads
+    else:
+        start += tile.head
+    inside = (index < num_rows(tile.seqlen_q, C))[:, None] & (columns < C.dim_v)
     gl.store(to.out + start[:, None] * C.dim_v + columns, out, mask=inside)

@@ -89,11 +89,14 @@ def grown(m, l, unit):
 
 
 @gluon.jit
-def with_sink(m, l, head, unit, terms: Terms, C: gl.constexpr):
+def with_sink(m, l, view: View, unit, terms: Terms, C: gl.constexpr):
     """Adds exp(sink) to the denominators: (base 2 maximum, denominator, factor on O)."""
     top = m * unit
     factor = 1.0
     if C.has_sinks:
+        head = view.tile.head
+        if C.heads > 1:
+            head = head * C.heads + (view.row + view.rows) % C.heads
         sink = gl.cast(gl.load(terms.sinks + head), gl.float32) * LOG2E
         new = gl.maximum(top, sink)
         base = base_of(new, True)

@@ -9,8 +9,11 @@ in full and are not masked.
 Tiles are handed out in groups of heads whose keys fit in the L2 cache together, within a group
 the longest first.
 
-Legend: B batch, S_q / S_k lengths, H query heads, BM / BN rows (queries) and columns (keys) of
-a tile.
+A tile's rows are the queries of one head or, where queries are few, the heads of a group side by
+side, query after query: row r is query r // G and head r % G (`Code.heads` is then G, else 1).
+
+Legend: B batch, S_q / S_k lengths, H query heads, G heads of a group, BM / BN rows and columns
+(keys) of a tile.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class Sizes(NamedTuple):
     tokens_q: object
     num_heads: object
     group: object  # query heads of a KV head
-    num_pairs: object  # B * H
-    num_blocks: object  # tiles of one head
+    num_pairs: object  # B * H, or B * H_kv where a tile has the heads of a group
+    num_blocks: object  # tiles of one head, or group
     num_tiles: object
     heads_per_group: object  # heads that share the L2 cache
     left: object
@@ -49,10 +52,10 @@ class Lengths(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """BM queries of one head; positions count from the sequence's own first query and key."""
+    """BM rows; positions count from the sequence's own first query and key."""
 
-    row: object  # of the first query
-    head: object
+    row: object  # the first one
+    head: object  # query head, or head of K where a tile has the heads of a group
     batch: object
     q_start: object  # where the sequence begins in memory
     k_start: object
@@ -111,6 +114,42 @@ def _keys_of(batch, n: Sizes, lengths: Lengths, C: gl.constexpr):
 
 
 @gluon.jit
+def query_of(row, C: gl.constexpr):
+    """The query that a row belongs to."""
+    if C.heads > 1:
+        return row // C.heads
+    else:
+        return row
+
+
+@gluon.jit
+def num_rows(num_queries, C: gl.constexpr):
+    """Rows of so many queries."""
+    if C.heads > 1:
+        return num_queries * C.heads
+    else:
+        return num_queries
+
+
+@gluon.jit
+def num_units(n: Sizes, C: gl.constexpr):
+    """Heads, or groups of heads, that a sequence's tiles belong to."""
+    if C.heads > 1:
+        return n.num_heads // C.heads
+    else:
+        return n.num_heads
+
+
+@gluon.jit
+def kv_head_of(tile: Tile, n: Sizes, C: gl.constexpr):
+    """The tile's head of K and V."""
+    if C.heads > 1:
+        return tile.head
+    else:
+        return tile.head // n.group
+
+
+@gluon.jit
 def _place(t, num_heads, num_blocks, n: Sizes):
     """Tile `t` of so many heads: (its head, its block); in groups, the longest tiles first."""
     group = t // (n.heads_per_group * num_blocks)
@@ -127,12 +166,13 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
     else:
         block = t % n.num_blocks
         pair = t // n.num_blocks
-    batch = pair // n.num_heads
+    units = num_units(n, C)
+    batch = pair // units
     k_start, seqlen_k = _keys_of(batch, n, lengths, C)
     row = block * C.block_m
     if C.is_folded:
         row = block * 64
-    return Tile(row, pair % n.num_heads, batch, 0, k_start, n.seqlen_q, seqlen_k)
+    return Tile(row, pair % units, batch, 0, k_start, n.seqlen_q, seqlen_k)
 
 
 @gluon.jit
@@ -154,28 +194,30 @@ def start_of_walk(lengths: Lengths, C: gl.constexpr):
 @gluon.jit
 def onward(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Walks on to the sequence of tile `t`, or past the last one."""
-    num_sequences = n.num_pairs // n.num_heads
+    units = num_units(n, C)
+    num_sequences = n.num_pairs // units
     batch = spot.batch
     first = spot.first
     start = spot.start
     size = spot.size
-    following = first + (size + C.block_m - 1) // C.block_m * n.num_heads
+    following = first + (num_rows(size, C) + C.block_m - 1) // C.block_m * units
     while (batch < num_sequences) & (t >= following):
         batch += 1
         first = following
         start += size
         size = gl.load(lengths.cu_seqlens_q + gl.minimum(batch + 1, num_sequences)) - start
-        following = first + (size + C.block_m - 1) // C.block_m * n.num_heads
+        following = first + (num_rows(size, C) + C.block_m - 1) // C.block_m * units
     return Spot(batch, first, start, size)
 
 
 @gluon.jit
 def tile_of(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Tile number `t`, of the packed sequence to which `onward` came; past the last, any tile."""
-    num_blocks = gl.maximum((spot.size + C.block_m - 1) // C.block_m, 1)
-    index = gl.minimum(t - spot.first, num_blocks * n.num_heads - 1)
-    head, block = _place(index, n.num_heads, num_blocks, n)
-    batch = gl.minimum(spot.batch, n.num_pairs // n.num_heads - 1)
+    units = num_units(n, C)
+    num_blocks = gl.maximum((num_rows(spot.size, C) + C.block_m - 1) // C.block_m, 1)
+    index = gl.minimum(t - spot.first, num_blocks * units - 1)
+    head, block = _place(index, units, num_blocks, n)
+    batch = gl.minimum(spot.batch, n.num_pairs // units - 1)
     k_start, seqlen_k = _keys_of(batch, n, lengths, C)
     return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k)
 
@@ -239,7 +281,7 @@ def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
     end = tile.seqlen_k
     if C.has_right:
         reach = tile.seqlen_k - tile.seqlen_q + n.right
-        end = gl.minimum(row_end + reach, tile.seqlen_k)
+        end = gl.minimum(query_of(row_end, C) + reach, tile.seqlen_k)
     return gl.maximum((end + C.block_n - 1) // C.block_n, 1)
 
 
@@ -255,7 +297,8 @@ def start_of_keys(row, tile: Tile, n: Sizes, C: gl.constexpr):
     """The K/V tile with the first key that row `row` and later ones see."""
     start = 0
     if C.has_left:
-        start = gl.maximum(row + (tile.seqlen_k - tile.seqlen_q - n.left), 0) // C.block_n
+        query = query_of(row, C)
+        start = gl.maximum(query + (tile.seqlen_k - tile.seqlen_q - n.left), 0) // C.block_n
     return start
 
 
@@ -269,7 +312,7 @@ def num_cut_on_the_right(row, end, tile: Tile, n: Sizes, C: gl.constexpr):
     cut = 1
     if C.cuts_two:
         reach = tile.seqlen_k - tile.seqlen_q + n.right
-        cut = gl.maximum(end - gl.maximum(row + reach, 0) // C.block_n, 1)
+        cut = gl.maximum(end - gl.maximum(query_of(row, C) + reach, 0) // C.block_n, 1)
     return cut
 
 
@@ -278,7 +321,8 @@ def num_before_the_left(row_end, end, tile: Tile, n: Sizes, C: gl.constexpr):
     """K/V tiles before `end` that the left edge does not cut for any row before `row_end`."""
     start = 0
     if C.has_left:
-        first = row_end - 1 + (tile.seqlen_k - tile.seqlen_q - n.left)
+        last = query_of(row_end, C) - 1
+        first = last + (tile.seqlen_k - tile.seqlen_q - n.left)
         start = (gl.maximum(first, 0) + C.block_n - 1) // C.block_n
     return end - start
 
@@ -300,13 +344,13 @@ def masked(s, key, view: View, n: Sizes, LAST: gl.constexpr, C: gl.constexpr):
     shift = view.tile.seqlen_k - view.tile.seqlen_q
     columns = view.columns[None, :]
     if C.has_right:
-        limit = view.row + view.rows + (shift + n.right - key)
+        limit = query_of(view.row + view.rows, C) + (shift + n.right - key)
         if C.has_tail and LAST:
             limit = gl.minimum(limit, view.tile.seqlen_k - 1 - key)
         s = gl.where(_opaque(limit)[:, None] >= columns, s, float("-inf"))
     elif C.has_tail and LAST:
         s = gl.where(key + columns < view.tile.seqlen_k, s, float("-inf"))
     if C.has_left:
-        limit = view.row + view.rows + (shift - n.left - key)
+        limit = query_of(view.row + view.rows, C) + (shift - n.left - key)
         s = gl.where(_opaque(limit)[:, None] <= columns, s, float("-inf"))
     return s

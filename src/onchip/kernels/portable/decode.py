@@ -388,7 +388,9 @@ class Plan:
         self.lse_shape = (*rows[:-1], problem.num_heads, rows[-1])
         units = problem.num_kv_heads * config.row_blocks
         programs = config.programs(problem, num_sms)
-        self.room = (units * programs * spec.kept, spec.width_v, problem.batch * units)
+        # The tall walk counts at each piece, and for each of its warpgroups.
+        num_counters = units * programs * 2 if config.tall else problem.batch * units
+        self.room = (units * programs * spec.kept, spec.width_v, num_counters)
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
         self.tall = None
         self.like: tuple[Described, ...] = ()  # of k and v, where the kernel reads them by TMA

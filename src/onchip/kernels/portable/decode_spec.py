@@ -92,8 +92,8 @@ _MERGED_AT_ONCE = 1024
 _MERGED_APART = 512
 
 
-def _merged_rows(config: DecodeConfig, kept: int, width_v: int) -> int:
-    kept = min(kept, config.rows)
+def _merged_rows(config: DecodeConfig, kept: int, problem: Problem) -> int:
+    kept, width_v = min(kept, config.rows), padded(problem.head_dim_v)
     if kept * width_v <= _MERGED_AT_ONCE:
         return 0
     return max(1, min(kept, _MERGED_APART // width_v))
@@ -132,7 +132,8 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
         merges=cut,
-        merged_rows=_merged_rows(config, kept, padded(problem.head_dim_v)) if cut else 0,
+        # The tall walk's programs merge among themselves.
+        merged_rows=_merged_rows(config, kept, problem) if cut and not config.tall else 0,
         by_word=problem.arch.startswith("sm_"),
     )
 

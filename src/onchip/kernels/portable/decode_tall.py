@@ -18,7 +18,8 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `decode` cuts them and merged by `decode.attn_decode_merge_portable`.
+Pieces are cut as `decode` cuts them; each warpgroup's last program merges them, see
+`gluon_pieces`.
 
 It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
 that neither divide a tile nor are a multiple of it.
@@ -43,6 +44,7 @@ from onchip.kernels.gluon_names import (
     new_barriers,
     tma_load,
 )
+from onchip.kernels.gluon_pieces import Partials
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable.decode_cuts import located, pieces
 from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
@@ -256,7 +258,8 @@ def attn_decode_tall(
     if not SPEC.merges:
         partial_out = lse
         partial_stats = lse
-    to = Results(out, lse, sinks, partial_out, partial_stats)
+        counters = lse
+    to = Results(out, lse, sinks, Partials(partial_out, partial_stats, counters))
     source = Source(q, values, table)
     at = _ring(k, v, SPEC, STAGES)
     if SPEC.rows == 64:

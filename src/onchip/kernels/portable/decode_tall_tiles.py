@@ -1,6 +1,6 @@
 """Device functions of the tall decode's consumers: 64 rows against the tiles of a piece.
 
-A row that sees no key has the maximum -inf; partial results say `LOWEST` instead, as `decode`'s.
+A row that sees no key has the maximum -inf; where pieces are joined it is `LOWEST` instead.
 
 Legend: BN keys of a tile, W number of a consumer warpgroup; see `decode_tall`.
 """
@@ -19,6 +19,7 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from onchip.kernels.gluon_pieces import Branch, Partials, joined
 from onchip.kernels.gluon_rows import (
     base_of,
     operand,
@@ -81,8 +82,7 @@ class Results(NamedTuple):
     out: object
     lse: object
     sinks: object
-    partial_out: object
-    partial_stats: object
+    partials: object  # Partials
 
 
 class Ring(NamedTuple):
@@ -337,10 +337,15 @@ def _attend(
         acc = _with_nonfinite(acc, cut, rows, piece, source, n, SPEC)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     top = gl.where(l == 0.0, _LOWEST, walk.m * n.scale)
-    if piece.count == 1:
+    if SPEC.merges:
+        first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
+        branch = Branch(first, piece.index, piece.count)
+        WARPGROUPS: gl.constexpr = SPEC.rows // 64
+        acc, top, l, has_all = joined(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept)
+        if has_all:
+            _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+    else:
         _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
-    elif SPEC.merges:
-        _put_aside(acc, top, l, rows.row - piece.row_start, to, piece, SPEC)
 
 
 @gluon.jit
@@ -382,19 +387,3 @@ def _finish(acc, top, l, row, to: Results, piece: Piece, n: Numbers, HAS_SINKS: 
     column = gl.arange(0, 128, gl.SliceLayout(0, acc.type.layout))
     seen = gl.convert_layout(inside, ROWS)
     gl.store(to.out + place[:, None] + column[None, :], result, mask=seen[:, None])
-
-
-@gluon.jit
-def _put_aside(acc, top, l, row, to: Results, piece: Piece, SPEC: gl.constexpr):
-    """Stores a piece's statistics; see `decode_results.put_aside`."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    unit = gl.cast(gl.program_id(0), gl.int64)
-    program = unit * gl.num_programs(1) + piece.first_program + piece.index
-    kept = row < SPEC.kept
-    at = program * SPEC.kept + row
-    gl.store(to.partial_stats + at * 2, top, mask=kept)
-    gl.store(to.partial_stats + at * 2 + 1, l, mask=kept)
-    column = gl.arange(0, 128, gl.SliceLayout(0, acc.type.layout))
-    place = gl.convert_layout(at * 128, ROWS)
-    seen = gl.convert_layout(kept, ROWS)
-    gl.store(to.partial_out + place[:, None] + column[None, :], acc, mask=seen[:, None])
