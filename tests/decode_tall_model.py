@@ -33,16 +33,6 @@ class Address(Pointer):
         return Address(self.x, self.offset + other)
 
 
-def _load(pointer, mask=None, other=None, cache_modifier=""):
-    if not model._is_array(pointer.offset):
-        return model._load(pointer, mask, other)
-    if mask is None:
-        return model._array(pointer.x.view(-1)[pointer.offset])
-    index, mask = torch.broadcast_tensors(pointer.offset, mask)
-    found = pointer.x.view(-1)[index.where(mask, torch.zeros_like(index))]
-    return model._array(found.where(mask, torch.full_like(found, other)))
-
-
 def _cast(x, dtype):
     return x.to(dtype) if isinstance(x, torch.Tensor) else x
 
@@ -55,7 +45,6 @@ def _reduced(x, dim, combine):
 
 
 _LANGUAGE = {
-    "load": _load,
     "cast": _cast,
     "cdiv": lambda a, b: -(-a // b),
     "program_id": lambda axis: _role.program[axis],

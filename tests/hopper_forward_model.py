@@ -160,13 +160,17 @@ def _either(pick, elementwise):
     return choose
 
 
-def _load(pointer, mask=None, other=None):
+def _load(pointer, mask=None, other=None, cache_modifier=""):
     flat = pointer.x.view(-1)
     if mask is False:
         return other
-    if _is_array(pointer.offset):
+    if not _is_array(pointer.offset):
+        return flat[int(pointer.offset)].item()
+    if mask is None:
         return _array(flat[pointer.offset])
-    return flat[int(pointer.offset)].item()
+    index, mask = torch.broadcast_tensors(pointer.offset, torch.as_tensor(mask))
+    found = flat[index.where(mask, torch.zeros_like(index))]
+    return _array(found.where(mask, torch.full_like(found, other)))
 
 
 def _store(pointer, value, mask=None):
@@ -235,10 +239,13 @@ sys.modules["triton.language.extra.cuda"] = SimpleNamespace(
 )
 Memory.reshape = lambda self, shape: Memory(self.data.reshape(tuple(shape)))
 
+from onchip.kernels import gluon_pieces  # noqa: E402
 from onchip.kernels.hopper import arguments, consumer, forward, producer  # noqa: E402
 from onchip.kernels.hopper.config import Config, choose_forward  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
 
+# A program's roles are threads of the model; nobody else writes meanwhile.
+gluon_pieces.wait_for_all = lambda: None
 producer.in_pieces = lambda tiles, descriptor, number, rows: Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
 consumer.packed = lambda weights, dtype, code: weights.to(dtype)
@@ -248,12 +255,14 @@ consumer.operand = lambda p, dtype, code: p
 def run(problem, tensors, programs: int, config: Config | None = None):
     """out, lse and counters as the kernel leaves them; what it does not write stays NaN."""
     code = arguments.code_for(config or choose_forward(problem), problem, programs)
-    sizes = arguments.sizes_of(code, problem)
+    sizes = arguments.sizes_of(code, problem, programs)
     q, k, v = tensors.q, tensors.k, tensors.v
     out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
-    counters = torch.zeros(4, dtype=torch.int32)
+    num_tiles = sizes[arguments._NUM_TILES]
+    counters = torch.zeros(4 + num_tiles * code.warpgroups * code.in_pieces, dtype=torch.int32)
+    partials = torch.full((num_tiles * code.block_m * (code.width_v + 2),), torch.nan)
     height, width = code.box
     width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v
     rows = [Tiles(x, 64, w) for x, w in ((q, code.width), (out, width_o))]
@@ -269,13 +278,14 @@ def run(problem, tensors, programs: int, config: Config | None = None):
     pointers = [Pointer(x) for x in (out, lse, counters)]
     pointers += [None if x is None else Pointer(x) for x in optional]
     numbers = (*arguments.factors_of(problem), arguments.stride_of(tensors.block_table), *sizes)
-    _cta.programs = min(programs, sizes[arguments._NUM_TILES])
+    _cta.programs = min(programs, num_tiles)
     for program in range(_cta.programs):
         _cta.barriers = NamedBarriers()
         gluon_model.set_program(program)
-        forward.attn_fwd_hopper(*descriptors, *pointers, *numbers, code)
+        forward.attn_fwd_hopper(*descriptors, *pointers, *numbers, Pointer(partials), code)
     assert int(counters[0]) == 0, "the counter of tiles is not as it was found"
-    return out, lse, counters
+    assert not counters[4:].any(), "counters of pieces are not as they were found"
+    return out, lse, counters[:4]
 
 
 def main(cases_file: str, out_file: str) -> None:

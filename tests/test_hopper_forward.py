@@ -81,6 +81,16 @@ GROUPED = {
     "sinks": Case((33, 33), (250, 40), used=True, causal=True, sinks=True, heads=16),
     "softcap": Case((9,), (250,), softcap=5.0, window=(100, -1), heads=64, kv_heads=1),
 }  # fmt: skip
+# Few sequences, whose keys are cut into pieces: the case, and CTAs to be kept busy.
+PIECES = {
+    "two": (Case((20,), (850,), page=16, causal=True, **GROUPS_OF_4), 4),
+    "several": (Case((20, 20), (1250, 300), page=64, causal=True, **GROUPS_OF_4), 20),
+    "empty": (Case((9,) * 3, (900, 0, 100), page=16, causal=True, sinks=True, heads=16), 30),
+    "packed": (Case((20, 0, 7), (1300, 9, 600), packed=True, causal=True, **GROUPS_OF_4), 30),
+    "full": (Case((40,), (1100,), used=True, heads=8, kv_heads=1), 30),
+    "dense": (Case((100,), (1000,), causal=True, heads=4, kv_heads=2), 20),
+    "rising": (Case((20,), (850,), causal=True, **GROUPS_OF_4), 20),
+}
 POISONED = Case((170,), (170,), heads=1, causal=True)
 
 
@@ -94,6 +104,10 @@ def _entries() -> list[dict]:
         for name in names:
             case = replace(GROUPED[name], dim=dim, dim_v=dim)
             found.append({"name": f"grouped-{name}-{dim}", "case": case})
+    for name, (case, programs) in PIECES.items():
+        entry = {"case": replace(case, dim=128, dim_v=128), "programs": programs}
+        found.append(entry | {"name": f"pieces-{name}"})
+    found[-1] |= {"config": asdict(_without_maxima(build(found[-1]["case"]).problem)), "rise": 60.0}
     for poison in (float("nan"), float("inf"), float("-inf")):
         case = replace(POISONED, dim=64, dim_v=64, dtype=torch.float16)
         found.append({"name": f"{poison}", "case": case, "poison": poison})
@@ -163,7 +177,7 @@ def _repair(call, config, out, lse, counters) -> None:
     forward = arguments.Resolved(problem, None, [], numbers, code)
     t = call.tensors
     repair.resolve_repair(problem, forward, t)
-    optional = (*arguments.lengths_of(t), t.alibi_slopes, t.sinks)
+    optional = (*arguments.lengths_of(t), t.alibi_slopes, t.sinks, None)
     _, (_, values) = forward.calls([], (t.q, t.k, t.v, out, lse, counters, *optional))
     repair.attn_repair_hopper[(2,)](*values)
     assert counters.tolist() == [0, 0, 0, 0]
@@ -215,8 +229,8 @@ def _resolved(call, out):
 
 
 def _addresses(start: int) -> tuple[int, ...]:
-    """Of q, k, v, out, lse and counters; no lengths, no terms."""
-    return (*range(start, start + 6), *[0] * 6)
+    """Of q, k, v, out, lse and counters; no lengths, no terms, no pieces."""
+    return (*range(start, start + 6), *[0] * 7)
 
 
 def test_a_call_is_prepared_anew_until_its_addresses_have_come_twice(monkeypatch):

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from onchip.kernels.gluon_names import gl, wait_for_all
 
 _CHILDREN = gl.constexpr(4)
-_LOWEST = gl.constexpr(-3.0e38)  # the maximum of nothing
+LOWEST = gl.constexpr(-3.0e38)  # the maximum of nothing
 
 
 class Partials(NamedTuple):
@@ -69,10 +69,10 @@ def _merged(
     STATS: gl.constexpr = top.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     WIDTH: gl.constexpr = like.shape[1]
-    top = gl.full([64], _LOWEST, gl.float32, STATS)
+    top = gl.full([64], LOWEST, gl.float32, STATS)
     for i in gl.static_range(_CHILDREN):
         at, kept = _places(first + i * step, W, KEPT, STATS)
-        found = gl.load(to.stats + at * 2, mask=kept & (i < size), other=_LOWEST,
+        found = gl.load(to.stats + at * 2, mask=kept & (i < size), other=LOWEST,
                         cache_modifier=".cg")  # fmt: skip
         top = gl.maximum(top, found)
     total = gl.zeros([64], gl.float32, STATS)
@@ -81,7 +81,7 @@ def _merged(
     for i in range(size):
         at, kept = _places(first + i * step, W, KEPT, STATS)
         # Straight from L2: other SMs wrote it.
-        weight = gl.load(to.stats + at * 2, mask=kept, other=_LOWEST, cache_modifier=".cg")
+        weight = gl.load(to.stats + at * 2, mask=kept, other=LOWEST, cache_modifier=".cg")
         weight = gl.exp2(weight - top)
         found = gl.load(to.stats + at * 2 + 1, mask=kept, other=0.0, cache_modifier=".cg")
         total += gl.where(found < float("inf"), found * weight, found)

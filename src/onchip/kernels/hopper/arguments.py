@@ -17,6 +17,7 @@ from onchip.bounded import Bounded
 from onchip.kernels import NUM_SMS
 from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
+from onchip.kernels.hopper.workspace import NUM_COUNTERS
 from onchip.kernels.launcher import Address, Described, Launch
 from onchip.problem import Layout, Problem, Tensors
 
@@ -30,6 +31,7 @@ _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do 
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUM_BEFORE_SIZES = 3  # a launch's numbers before them
 _MAX_CALLS = 128  # sets of addresses that a launch knows
+_MOST_PIECES = 16  # of the keys of a tile
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Code:
         is_causal: whether the right edge ends with the keys.
         is_short: whether no CTA has more than two tiles, so that how it ends counts.
         heads: of a group that lie side by side in a tile; 1 where a tile is one head's.
+        in_pieces: whether keys are cut into pieces, each a tile, which meet in `gluon_pieces`.
     """
 
     config: Config
@@ -75,6 +78,7 @@ class Code:
     is_causal: bool
     is_short: bool = False
     heads: int = 1
+    in_pieces: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -104,7 +108,7 @@ class Code:
     @property
     def is_uneven(self) -> bool:
         """Whether a counter hands out tiles, since they differ in length."""
-        return self.is_cut and not self.is_folded
+        return (self.is_cut and not self.is_folded) or self.in_pieces
 
     @property
     def is_cut(self) -> bool:
@@ -139,7 +143,7 @@ class Code:
     @property
     def num_known(self) -> int:
         """Tiles of a CTA of which nobody needs to tell its consumers."""
-        return int(self.is_uneven and not self.is_ragged)
+        return int(self.is_uneven and not self.is_ragged and not self.in_pieces)
 
     @property
     def foresees(self) -> bool:
@@ -170,6 +174,7 @@ class Resolved:
     Args:
         problem: kept alive, since its identity is part of the key.
         launch: the compiled kernel on its grid.
+        num_counters, num_floats: memory that a launch needs, see `workspace.py`.
         first: descriptors of the first launch.
         numbers: the run-time numbers.
         code: what is compiled.
@@ -183,6 +188,8 @@ class Resolved:
         "code",
         "launch",
         "leaks",
+        "num_counters",
+        "num_floats",
         "numbers",
         "problem",
         "repair",
@@ -195,6 +202,11 @@ class Resolved:
         self.numbers = numbers
         self.code = code
         self.leaks = code.may_leak  # asked in every call
+        self.num_counters, self.num_floats = NUM_COUNTERS, 0
+        if code.in_pieces:
+            rows = self.num_tiles * code.block_m
+            self.num_counters += -(-self.num_tiles * code.warpgroups // 4) * 4
+            self.num_floats = rows * (code.width_v + 2)
         self.repair: Launch | None = None  # see `repair.py`
         self.repair_numbers: tuple = ()
         self._first = first
@@ -252,14 +264,15 @@ class Resolved:
 
         Args:
             described: descriptors of q, k, v and out.
-            given: q, k, v, out, lse, the counters, those of `lengths_of`, slopes and sinks, as
-                tensors or as addresses; None for what is absent, which kernels do not read.
+            given: q, k, v, out, lse, the counters, those of `lengths_of`, slopes, sinks and
+                memory for pieces, as tensors or as addresses; None for what is absent, which
+                kernels do not read.
         """
         q, k, v, out, lse, counters, *optional = given
         lengths = [counters if x is None else x for x in optional[:4]]
-        terms = [lse if x is None else x for x in optional[4:]]
+        terms = [lse if x is None else x for x in optional[4:6]]
         rest = (out, lse, counters, *lengths, *terms)
-        calls = [(self.launch, (*described, *rest, *self.numbers, self.code))]
+        calls = [(self.launch, (*described, *rest, *self.numbers, optional[6], self.code))]
         if self.leaks:
             assert self.repair is not None
             calls.append((self.repair, (q, k, v, *rest, *self.repair_numbers)))
@@ -326,7 +339,7 @@ def resolved_of(
 def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Tensor) -> Resolved:
     most = num_sms(tensors.q.device)
     code = code_for(config, problem, most)
-    sizes = sizes_of(code, problem)
+    sizes = sizes_of(code, problem, most)
     grid = (min(most, sizes[_NUM_TILES]),)
     # A dependent launch: it is set up while what runs before it ends.
     launch = Launch(kernel, grid, tensors.q.get_device(), num_warps=4, launch_pdl=True)
@@ -337,6 +350,8 @@ def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Te
 def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
+    if most_pieces(code, problem, num_ctas) > 1:
+        return replace(code, in_pieces=True, skips=False)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
         return code
     if code.is_folded:
@@ -380,6 +395,27 @@ def code_of(config: Config, problem: Problem) -> Code:
     )
 
 
+@lru_cache(maxsize=4096)
+def most_pieces(code: Code, problem: Problem, num_ctas: int) -> int:
+    """Pieces that the keys of a tile are cut into at most, from a model of the time in K/V tiles.
+
+    A CTA's start and end take about as long as three tiles, to meet the other pieces three, and
+    two more for each level of their tree.
+    """
+    if code.heads == 1 or code.has_left:
+        return 1
+    num_rows = problem.batch * problem.num_kv_heads
+    num_rows *= -(-problem.seqlen_q * code.heads // code.block_m)
+    num_tiles = -(-problem.seqlen_k // code.block_n)
+
+    def cost(pieces: int) -> float:
+        levels = 0 if pieces == 1 else 1 if pieces <= 4 else 2
+        waves = -(-num_rows * pieces // num_ctas)
+        return waves * (-(-num_tiles // pieces) + 3) + 3 * (pieces > 1) + 2 * levels
+
+    return min(range(1, max(1, min(_MOST_PIECES, num_tiles // 2)) + 1), key=cost)
+
+
 def lengths_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """Tensors that say where sequences lie, in the order of `tiles.Lengths`."""
     return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_k, tensors.block_table
@@ -395,8 +431,9 @@ def factors_of(problem: Problem) -> tuple[float, float]:
     return scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E
 
 
-def sizes_of(code: Code, problem: Problem) -> tuple[int, ...]:
+def sizes_of(code: Code, problem: Problem, num_ctas: int = NUM_SMS) -> tuple[int, ...]:
     """The kernel's run-time integers, in the order of `tiles.Sizes`."""
+    pieces = most_pieces(code, problem, num_ctas) if code.in_pieces else 1
     mask = problem.mask
     num_blocks = -(-problem.seqlen_q * code.heads // code.block_m)
     num_pairs = problem.batch * problem.num_heads // code.heads
@@ -408,7 +445,7 @@ def sizes_of(code: Code, problem: Problem) -> tuple[int, ...]:
         problem.group,
         num_pairs,
         num_blocks,
-        num_blocks * num_pairs,
+        num_blocks * num_pairs * pieces,
         max(1, heads_per_group(code.config, problem) // code.heads),
         min(max(mask.left, 0), _UNBOUNDED),
         min(max(mask.right, 0), _UNBOUNDED),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
+from onchip.kernels.gluon_pieces import LOWEST, Branch, joined
 from onchip.kernels.hopper.barriers import (
     meet_other_launches,
     pass_turn,
@@ -54,6 +55,7 @@ from onchip.kernels.hopper.tiles import (
     num_cut_on_the_right,
     num_rows,
     number_of,
+    piece_of,
     read,
     row_of,
     start_of_keys,
@@ -231,7 +233,10 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
         S, its K tile's number, how many K/V tiles were passed over, `end_of_keys` and Q.
     """
     SKIPS: gl.constexpr = C.skips and C.warpgroups > W + 1
-    end = end_of_keys(row_of(tile, W, n, C) + 64, tile, n, C)
+    if C.in_pieces:
+        end = end_of_tile(tile, n, C)
+    else:
+        end = end_of_keys(row_of(tile, W, n, C) + 64, tile, n, C)
     skipped = 0
     if SKIPS:
         skipped = gl.where(more, end_of_tile(tile, n, C) - end, 0)
@@ -280,19 +285,40 @@ def _free_q(done, at: Shared, W: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    walk: Walk, o, unmasked, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
-):
+    walk: Walk, o, unmasked, view: View, terms: Terms, to: Outputs, n: Sizes, W: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
     """Divides and stores a tile's rows; a row without keys gives 0 and an LSE of -inf.
 
     `unmasked`: whether there was a tile that its rows see in full. Without maxima a row's sum may
     then have grown too far, or have begun without a maximum, where a masked tile gave -inf: its
     LSE becomes inf.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, walk.acc.type.layout)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    if not C.maxima:
-        overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
-    top, l, factor = with_sink(walk.m, l, view, unit_of(terms, C), terms, C)
+    overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
+    if C.in_pieces:
+        top = gl.where(l == 0.0, LOWEST, walk.m * unit_of(terms, C))
+        if not C.maxima:
+            top = gl.where(overflows, 0.0, top)
+            l = gl.where(overflows, float("inf"), l)
+        index, _, count = piece_of(view.tile, n, C)
+        branch = Branch(view.tile.number - index, index, count)
+        WARPGROUPS: gl.constexpr = C.warpgroups
+        ROWS: gl.constexpr = C.block_m
+        acc, top, l, has_all = joined(walk.acc, top, l, branch, to.partials, W, WARPGROUPS, ROWS)
+        if has_all:
+            _hand_over(acc, top, 1.0, l, l == float("inf"), o, view, terms, to, n, C)
+    else:
+        _hand_over(walk.acc, walk.m, unit_of(terms, C), l, overflows, o, view, terms, to, n, C)
+
+
+@gluon.jit
+def _hand_over(
+    acc, m, unit, l, overflows, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+):
+    """Divides and stores rows whose keys have all been seen; `m` times `unit` is in base 2."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    top, l, factor = with_sink(m, l, view, unit, terms, C)
     if not C.maxima:
         top = gl.where(overflows, 0.0, top)
         l = gl.where(overflows, float("inf"), l)
@@ -300,7 +326,7 @@ def _finish(
     inverse = factor / l
     if C.may_be_empty:
         inverse = gl.where(l == 0.0, 0.0, inverse)
-    out = walk.acc * gl.convert_layout(inverse, ROWS)[:, None]
+    out = acc * gl.convert_layout(inverse, ROWS)[:, None]
     if C.may_leak:
         note_leaks(out, l, view, to, C)
     out = out.to(o.dtype)
@@ -356,7 +382,7 @@ def _passed_on(
     p = packed(weights, at.q.dtype, C)
     if C.q_buffers > 1:
         walk = Walk(walk.p, acc, walk.m, walk.l, walk.q)
-        _finish(walk, o, unmasked, view, terms, to, n, C)
+        _finish(walk, o, unmasked, view, terms, to, n, W, C)
     return Walk(p, gl.zeros([64, WIDTH_V], gl.float32, O_LAYOUT), m, l, q), first, end
 
 
@@ -375,7 +401,7 @@ def _turn_over(
     o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
     if C.q_buffers == 1:  # the next Q comes late: finish this tile first
         walk = _summed(walk, count, at, C)
-        _finish(walk, o, unmasked, view, terms, to, n, C)
+        _finish(walk, o, unmasked, view, terms, to, n, W, C)
     more, tile = tile_number(done - C.num_known, lengths, at, n, C)
     slope = slope_of(terms, tile, n, C)
     following = View(tile, row_of(tile, W, n, C), view.rows, view.columns, slope)
@@ -427,6 +453,8 @@ def consumer(
         start = start_of_keys(view.tile.row, view.tile, n, C)
         cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
+        if C.in_pieces:
+            full = end - start
         if C.cuts_two:
             for j in range(1, cut):
                 key = (end - 1 - j) * BN
@@ -444,7 +472,8 @@ def consumer(
 
         done += 1
         if C.is_folded:  # the CTA's only tile
-            _finish(_summed(walk, count, at, C), at.q.index(i), full > cut, view, terms, to, n, C)
+            walk = _summed(walk, count, at, C)
+            _finish(walk, at.q.index(i), full > cut, view, terms, to, n, W, C)
             more = done < 0
         else:
             more, walk, view, count, end = _turn_over(

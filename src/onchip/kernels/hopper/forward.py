@@ -65,6 +65,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 
+from onchip.kernels.gluon_pieces import Partials
 from onchip.kernels.hopper.arguments import lengths_of, resolved_of
 from onchip.kernels.hopper.config import Config
 from onchip.kernels.hopper.consumer import consumer
@@ -75,10 +76,11 @@ from onchip.kernels.hopper.repeated import Repeated
 from onchip.kernels.hopper.shared import Inputs, Outputs, shared_memory
 from onchip.kernels.hopper.softmax import Terms
 from onchip.kernels.hopper.tiles import Lengths, Sizes
-from onchip.kernels.hopper.workspace import take
+from onchip.kernels.hopper.workspace import NUM_COUNTERS, floats, take
 from onchip.problem import Problem, Tensors
 from onchip.together import TOGETHER
 
+_PIECE_COUNTERS = gl.constexpr(NUM_COUNTERS)
 _NUMBERS = (
     "stride_table seqlen_q seqlen_k tokens_q num_heads group num_pairs num_blocks num_tiles "
     "heads_per_group left right"
@@ -90,7 +92,7 @@ def attn_fwd_hopper(
     q_desc, k_desc, v_desc, o_desc, out, lse, counters, cu_seqlens_q, cu_seqlens_k, seqused_k,
     block_table, slopes, sinks, scale: gl.float32, softcap: gl.float32, stride_table,
     seqlen_q, seqlen_k, tokens_q: gl.int64, num_heads, group, num_pairs, num_blocks, num_tiles,
-    heads_per_group, left, right, C: gl.constexpr,
+    heads_per_group, left, right, partials, C: gl.constexpr,
 ):  # fmt: skip
     """One CTA for each multiprocessor."""
     n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_pairs, num_blocks, num_tiles,
@@ -98,7 +100,12 @@ def attn_fwd_hopper(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, stride_table)
     terms = Terms(scale, softcap, slopes, sinks)
     at = shared_memory(q_desc, k_desc, v_desc, o_desc, C)
-    to = Outputs(o_desc, out, lse, counters + 1)
+    if C.in_pieces:
+        stats = partials + gl.cast(num_tiles, gl.int64) * (C.block_m * C.width_v)
+        partials = Partials(partials, stats, counters + _PIECE_COUNTERS)
+    else:
+        partials = lse
+    to = Outputs(o_desc, out, lse, counters + 1, partials)
     source = Inputs(q_desc, k_desc, v_desc, lengths, counters)
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
@@ -149,19 +156,19 @@ def launch_with(config: Config | None, problem: Problem, tensors: Tensors) -> tu
     if k.numel() == 0:
         return _without_keys(tensors, out, lse)
     with TOGETHER:
-        _launch_on(take(q.device), config, problem, tensors, out, lse)
+        _launch_on(config, problem, tensors, out, lse)
     return out, lse
 
 
 def _launch_on(
-    counters: Tensor, config: Config | None, problem: Problem, tensors: Tensors, out: Tensor,
-    lse: Tensor,
-) -> None:  # fmt: skip
+    config: Config | None, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor
+) -> None:
     """The forward and, where hidden values could spoil rows, the repair. Mutates: out, lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     found = resolved_of(attn_fwd_hopper, config, problem, tensors, out)
     optional = (*lengths_of(tensors), tensors.alibi_slopes, tensors.sinks)
-    given = (q, k, v, out, lse, counters, *optional)
+    partials = floats(q.device, found.num_floats) if found.num_floats else None
+    given = (q, k, v, out, lse, take(q.device, found.num_counters), *optional, partials)
     addresses = tuple([0 if x is None else x.data_ptr() for x in given])
     if found.replay(addresses):
         return

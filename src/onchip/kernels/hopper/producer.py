@@ -18,6 +18,7 @@ from onchip.kernels.hopper.tiles import (
     Spot,
     Tile,
     end_of_tile,
+    exists,
     kv_head_of,
     num_units,
     number_of,
@@ -134,11 +135,25 @@ def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def first_with_keys(source: Inputs, n: Sizes, C: gl.constexpr):
+    """`first_tile`, or a later one if that is a piece for which there are no keys."""
+    more, spot, tile = first_tile(source, n, C)
+    if C.in_pieces:
+        if more & (exists(tile, n, C) == 0):
+            more, spot, tile = next_tile(0, spot, source, n, C)
+    return more, spot, tile
+
+
+@gluon.jit
 def next_tile(done, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
     """A tile that no CTA has taken, as `_met` returns it."""
     if C.is_uneven:
         drawn = gl.atomic_add(source.counter, 1)
         more, spot, tile = _met(drawn + gl.num_programs(0), spot, source, n, C)
+        if C.in_pieces:
+            while more & (exists(tile, n, C) == 0):
+                drawn = gl.atomic_add(source.counter, 1)
+                more, spot, tile = _met(drawn + gl.num_programs(0), spot, source, n, C)
         total = n.num_tiles
         if C.packed_q:
             total = spot.first  # behind the last sequence: of all
@@ -160,7 +175,7 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
     due = Due(False, 0, 0, 0, 0, 0)
     if not C.foresees:
         meet_other_launches(1)
-    more, spot, tile = first_tile(source, n, C)
+    more, spot, tile = first_with_keys(source, n, C)
     if C.foresees:
         settle(tile.row + tile.head + tile.batch, 1)
         meet_other_launches(1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.hopper.arguments import Resolved
-from onchip.kernels.hopper.workspace import take
+from onchip.kernels.hopper.workspace import floats, take
 from onchip.kernels.outputs import contiguous, empty_of
 
 
@@ -38,11 +38,14 @@ class Repeated:
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         out, lse = self._empty(*self._out), self._empty(*self._lse)
-        counters = take(self._device)
+        counters = take(self._device, self._found.num_counters)
+        partials = 0
+        if self._found.num_floats:
+            partials = floats(self._device, self._found.num_floats).data_ptr()
         q_at, k_at, v_at, table, packed, used, _, slopes, sinks, _, _ = places
         addresses = (
             q_at, k_at, v_at, out.data_ptr(), lse.data_ptr(), counters.data_ptr(),
-            packed or 0, 0, used or 0, table or 0, slopes or 0, sinks or 0,
+            packed or 0, 0, used or 0, table or 0, slopes or 0, sinks or 0, partials,
         )  # fmt: skip
         done = self._found.launch_at(addresses)
         assert done, "is_ready was asked before"

@@ -45,6 +45,7 @@ class Outputs(NamedTuple):
     out: object  # the same memory
     lse: object
     leaks: object
+    partials: object  # `gluon_pieces.Partials`, or any pointer
 
 
 @gluon.jit

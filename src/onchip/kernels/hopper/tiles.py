@@ -11,6 +11,8 @@ the longest first.
 
 A tile's rows are the queries of one head or, where queries are few, the heads of a group side by
 side, query after query: row r is query r // G and head r % G (`Code.heads` is then G, else 1).
+With few sequences the keys of such a tile are cut into pieces, each a tile of its own; tiles of
+one rows' pieces follow one another.
 
 Legend: B batch, S_q / S_k lengths, H query heads, G heads of a group, BM / BN rows and columns
 (keys) of a tile.
@@ -61,6 +63,7 @@ class Tile(NamedTuple):
     k_start: object
     seqlen_q: object
     seqlen_k: object
+    number: object  # among all tiles, where keys are cut into pieces
 
 
 class Spot(NamedTuple):
@@ -91,6 +94,7 @@ class Notes(NamedTuple):
 
 
 NOTE_SIZE = gl.constexpr(8)
+_FEWEST_TILES = gl.constexpr(2)  # of keys in a piece
 
 
 @gluon.jit
@@ -150,6 +154,15 @@ def kv_head_of(tile: Tile, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def num_pieces(n: Sizes, C: gl.constexpr):
+    """Most pieces of a tile's keys."""
+    if C.in_pieces:
+        return n.num_tiles // (n.num_pairs * n.num_blocks)
+    else:
+        return 1
+
+
+@gluon.jit
 def _place(t, num_heads, num_blocks, n: Sizes):
     """Tile `t` of so many heads: (its head, its block); in groups, the longest tiles first."""
     group = t // (n.heads_per_group * num_blocks)
@@ -161,7 +174,10 @@ def _place(t, num_heads, num_blocks, n: Sizes):
 @gluon.jit
 def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Tile number `t` where all sequences have as many queries."""
-    if C.is_cut and not C.is_folded:
+    if C.in_pieces:
+        block = t // num_pieces(n, C) % n.num_blocks
+        pair = t // num_pieces(n, C) // n.num_blocks
+    elif C.is_cut and not C.is_folded:
         pair, block = _place(t, n.num_pairs, n.num_blocks, n)
     else:
         block = t % n.num_blocks
@@ -172,7 +188,7 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
     row = block * C.block_m
     if C.is_folded:
         row = block * 64
-    return Tile(row, pair % units, batch, 0, k_start, n.seqlen_q, seqlen_k)
+    return Tile(row, pair % units, batch, 0, k_start, n.seqlen_q, seqlen_k, t)
 
 
 @gluon.jit
@@ -194,8 +210,8 @@ def start_of_walk(lengths: Lengths, C: gl.constexpr):
 @gluon.jit
 def onward(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Walks on to the sequence of tile `t`, or past the last one."""
-    units = num_units(n, C)
-    num_sequences = n.num_pairs // units
+    num_sequences = n.num_pairs // num_units(n, C)
+    units = num_units(n, C) * num_pieces(n, C)
     batch = spot.batch
     first = spot.first
     start = spot.start
@@ -215,11 +231,15 @@ def tile_of(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Tile number `t`, of the packed sequence to which `onward` came; past the last, any tile."""
     units = num_units(n, C)
     num_blocks = gl.maximum((num_rows(spot.size, C) + C.block_m - 1) // C.block_m, 1)
-    index = gl.minimum(t - spot.first, num_blocks * units - 1)
-    head, block = _place(index, units, num_blocks, n)
+    index = gl.minimum(t - spot.first, num_blocks * units * num_pieces(n, C) - 1)
+    if C.in_pieces:
+        block = index // num_pieces(n, C) % num_blocks
+        head = index // num_pieces(n, C) // num_blocks
+    else:
+        head, block = _place(index, units, num_blocks, n)
     batch = gl.minimum(spot.batch, n.num_pairs // units - 1)
     k_start, seqlen_k = _keys_of(batch, n, lengths, C)
-    return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k)
+    return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k, t)
 
 
 @gluon.jit
@@ -237,6 +257,8 @@ def post(tile: Tile, more, done, notes: Notes, C: gl.constexpr):
         notes.slots.index(base + 4).store(gl.full([1], tile.q_start, gl.int32, layout))
         notes.slots.index(base + 5).store(gl.full([1], tile.seqlen_q, gl.int32, layout))
         notes.slots.index(base + 6).store(gl.full([1], tile.seqlen_k, gl.int32, layout))
+    if C.in_pieces:
+        notes.slots.index(base + 7).store(gl.full([1], tile.number, gl.int32, layout))
     mbarrier.arrive(notes.full.index(slot), count=1)
 
 
@@ -262,8 +284,11 @@ def read(done, n: Sizes, notes: Notes, C: gl.constexpr):
         q_start = _number(notes.slots.index(base + 4))
         seqlen_q = _number(notes.slots.index(base + 5))
         seqlen_k = _number(notes.slots.index(base + 6))
+    number = 0
+    if C.in_pieces:
+        number = _number(notes.slots.index(base + 7))
     mbarrier.arrive(notes.empty.index(slot), count=1)
-    return more, Tile(row, head, batch, q_start, 0, seqlen_q, seqlen_k)
+    return more, Tile(row, head, batch, q_start, 0, seqlen_q, seqlen_k, number)
 
 
 @gluon.jit
@@ -286,16 +311,45 @@ def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def end_of_tile(tile: Tile, n: Sizes, C: gl.constexpr):
+def _end_of_rows(tile: Tile, n: Sizes, C: gl.constexpr):
     """`end_of_keys` of a whole tile of queries, whose last warpgroup sees most keys."""
     LAST: gl.constexpr = C.warpgroups - 1
     return end_of_keys(row_of(tile, LAST, n, C) + 64, tile, n, C)
 
 
 @gluon.jit
+def piece_of(tile: Tile, n: Sizes, C: gl.constexpr):
+    """A tile's piece of the keys: (its number, K/V tiles in each, pieces that there are)."""
+    end = _end_of_rows(tile, n, C)
+    most = num_pieces(n, C)
+    size = gl.maximum((end + most - 1) // most, _FEWEST_TILES)
+    return tile.number % most, size, (end + size - 1) // size
+
+
+@gluon.jit
+def exists(tile: Tile, n: Sizes, C: gl.constexpr):
+    """Whether there are keys for a tile's piece."""
+    index, _, count = piece_of(tile, n, C)
+    return index < count
+
+
+@gluon.jit
+def end_of_tile(tile: Tile, n: Sizes, C: gl.constexpr):
+    """The end of the K/V tiles that a tile's warpgroups walk."""
+    end = _end_of_rows(tile, n, C)
+    if C.in_pieces:
+        index, size, _ = piece_of(tile, n, C)
+        end = gl.minimum(end, (index + 1) * size)
+    return end
+
+
+@gluon.jit
 def start_of_keys(row, tile: Tile, n: Sizes, C: gl.constexpr):
-    """The K/V tile with the first key that row `row` and later ones see."""
+    """The K/V tile with the first key that row `row` and later ones see, or walk."""
     start = 0
+    if C.in_pieces:
+        index, size, _ = piece_of(tile, n, C)
+        start = index * size
     if C.has_left:
         query = query_of(row, C)
         start = gl.maximum(query + (tile.seqlen_k - tile.seqlen_q - n.left), 0) // C.block_n
