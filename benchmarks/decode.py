@@ -1,8 +1,8 @@
 """Times the decode against FlashAttention-3 where it is installed, and writes JSON.
 
 CUDA graphs of ten calls, replayed in interleaved rounds; medians. Host time is that of eager
-calls. Rows are those of the peers' table, pages of 1 and 8, several queries, unequal lengths and
-equal ones of the same sum, a float8 cache, a shared prefix, and appends. Beside them stands what
+calls. Rows are those of the peers' table, pages of 1 and 8, several and many queries, unequal
+lengths and equal ones of the same sum, a float8 cache, a shared prefix, and appends. Beside them stands what
 a kernel that only reads needs for as many bytes.
 """
 
@@ -87,6 +87,10 @@ def rows(quick: bool) -> list[Row]:
     found += [Row(64, 8, (32768,), 16, n, name="speculative") for n in (4, 16)]
     found += [Row(64, 8, (16384,) * 8, 16, n, name="speculative") for n in (4, 16)]
     found.append(Row(32, 32, (8192,), 16, 16, name="speculative"))
+    shapes = [(1, 32768), (8, 4096), (8, 16384), (32, 4096)]
+    for heads, n in ((32, 20), (32, 32), (32, 64), (64, 32), (64, 64)):
+        found += [Row(heads, 8, (length,) * b, 16, n, name="many queries") for b, length in shapes]
+    found += [Row(64, 8, (length,) * b, 16, 16, name="many queries") for b, length in shapes[1::2]]
     found += [Row(32, 8, (8192,) * 64, 16, float8=on, name="float8") for on in (False, True)]
     found.append(Row(32, 8, (4096,), 16, append=True, name="append"))
     found.append(Row(32, 8, (4096,) * 64, 16, append=True, name="append"))

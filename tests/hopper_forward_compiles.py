@@ -25,6 +25,8 @@ FEATURES = {
     "window": {"causal": True, "window": (1000, 0)},
     "packed": {"packed": True, "causal": True},
     "packed_full": {"packed": True},
+    "grouped": {"causal": True, "page": 16, "seqlen_q": 64, "batch": 32},
+    "pieces": {"causal": True, "page": 16, "seqlen_q": 64, "seqlen_k": 32768, "batch": 1},
     "terms": {"softcap": 30.0, "alibi": 2, "sinks": True},
     "all": {"softcap": 30.0, "alibi": 1, "sinks": True, "packed": True, "used": True,
             "window": (100, 40)},
@@ -37,10 +39,14 @@ def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 
 def pose(
     dim, dim_v=None, seqlen_k=4096, causal=False, window=(-1, -1), packed=False, used=False,
-    softcap=0.0, alibi=0, sinks=False, dtype=torch.bfloat16, single=0,
+    softcap=0.0, alibi=0, sinks=False, dtype=torch.bfloat16, single=0, page=0, seqlen_q=4096,
+    batch=4,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
-    """A problem as if on a GPU, with tensors that hold no data; `single`: one square so long."""
-    batch, heads, seqlen_q, ints = 4, 16, 4096, torch.int32
+    """A problem as if on a GPU, with tensors that hold no data.
+
+    `single`: one square so long; with pages eight query heads share one of K.
+    """
+    heads, ints = 64 if page else 16, torch.int32
     if single:
         batch, seqlen_q, seqlen_k = 1, single, single
     sizes = ((seqlen_q, dim), (seqlen_k, dim), (seqlen_k, dim_v or dim))
@@ -49,7 +55,11 @@ def pose(
         tensors = Tensors(*(x.flatten(0, 1) for x in (tensors.q, tensors.k, tensors.v)))
         tensors.cu_seqlens_q = _empty(batch + 1, dtype=ints)
         tensors.cu_seqlens_k = _empty(batch + 1, dtype=ints)
-    tensors.seqused_k = _empty(batch, dtype=ints) if used else None
+    if page:
+        shape = (batch * seqlen_k // page, page, heads // 8)
+        tensors.k, tensors.v = (_empty(*shape, d, dtype=dtype) for d in (dim, dim_v or dim))
+        tensors.block_table = _empty(batch, seqlen_k // page, dtype=ints)
+    tensors.seqused_k = _empty(batch, dtype=ints) if used or page else None
     shape = (batch, heads)[2 - alibi :]
     tensors.alibi_slopes = _empty(*shape, dtype=torch.float32) if alibi else None
     tensors.sinks = _empty(heads) if sinks else None

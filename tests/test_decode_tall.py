@@ -124,10 +124,14 @@ def test_what_it_takes():
     assert choose_decode(replace(problem, num_splits=1), 132).tall
 
 
-def test_calls_of_many_rows_and_sequences_go_to_the_decode():
+def test_calls_of_more_rows_than_a_tile_go_to_the_forward():
     problem = replace(_many_rows(), seqlen_k=4096, seqlen_q=64, batch=32)
-    assert dispatch.choose(problem).name == "decode"
-    assert dispatch.choose(replace(problem, softcap=1.0)).name == "hopper"  # would read K 4 times
+    for batch in (1, 32):
+        assert dispatch.choose(replace(problem, batch=batch)).name == "hopper"
+        assert dispatch.choose(replace(problem, batch=batch, seqlen_q=32)).name == "decode"
+    # What it does not put side by side, and what must be cut as it is told.
+    assert dispatch.choose(replace(problem, num_heads=6)).name == "decode"
+    assert dispatch.choose(replace(problem, num_splits=1)).name == "decode"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

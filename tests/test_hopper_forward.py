@@ -89,7 +89,7 @@ PIECES = {
     "packed": (Case((20, 0, 7), (1300, 9, 600), packed=True, causal=True, **GROUPS_OF_4), 30),
     "full": (Case((40,), (1100,), used=True, heads=8, kv_heads=1), 30),
     "dense": (Case((100,), (1000,), causal=True, heads=4, kv_heads=2), 20),
-    "rising": (Case((20,), (850,), causal=True, **GROUPS_OF_4), 20),
+    "rising": (Case((20,), (1500,), causal=True, **GROUPS_OF_4), 20),
 }
 POISONED = Case((170,), (170,), heads=1, causal=True)
 
@@ -100,7 +100,8 @@ def _entries() -> list[dict]:
         for name in names:
             case = replace(CASES[name], dim=dim, dim_v=dim_v, dtype=torch.float16)
             found.append({"name": f"{name}-{dim}-{dim_v}", "case": case})
-    for dim, names in {64: ("packed_pages", "window"), 128: tuple(GROUPED), 256: ("packed",)}.items():
+    groups = {64: ("packed_pages", "window"), 128: tuple(GROUPED), 256: ("packed",)}
+    for dim, names in groups.items():
         for name in names:
             case = replace(GROUPED[name], dim=dim, dim_v=dim)
             found.append({"name": f"grouped-{name}-{dim}", "case": case})

@@ -39,6 +39,9 @@ MAX_DECODE_QUERIES, FEW_QUERIES = 64, 16
 #: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-11-30: with
 #: 17 and more the walk for many rows takes as long as the other for up to 64, and less for more.
 FEW_ROWS = 16
+#: Query heads of one head of K that the Hopper forward can put side by side in a tile, and the
+#: rows of such a tile.
+GROUPS, TILE_ROWS = (2, 4, 8, 16, 32, 64), 128
 #: Multiprocessors of an H100 and an H200: programs beyond them gain nothing from cut keys.
 NUM_SMS = 132
 #: What counts as many keys.
@@ -218,12 +221,36 @@ def suits_tall(problem: Problem) -> bool:
     )
 
 
+def is_grouped(problem: Problem) -> bool:
+    """Whether the Hopper forward fills its tiles with the heads of a group, queries being few."""
+    same_width = problem.head_dim == problem.head_dim_v
+    few = problem.seqlen_q < TILE_ROWS
+    return few and same_width and problem.group in GROUPS and problem.alibi == 0
+
+
+def _reads_once(problem: Problem) -> bool:
+    """Whether the Hopper forward reads K and V once for so many rows, and cuts keys as needed."""
+    return (
+        is_grouped(problem)
+        and problem.seqlen_q * problem.group > TILE_ROWS
+        and problem.head_dim == 128
+        and problem.dtype == problem.kv_dtype
+        and problem.mask.left < 0
+        and not (problem.leftpad or problem.kv_scales or _hopper_reasons(problem))
+    )
+
+
 def _decode_reasons(problem: Problem) -> list[str]:
     """It cuts keys, not queries: few queries over the keys of a cache, or over many."""
     if problem.seqlen_q > MAX_DECODE_QUERIES:
         return [f"takes S_q up to {MAX_DECODE_QUERIES}, not {problem.seqlen_q}"]
     if not problem.seqused_k and problem.layout_k is Layout.PAGED:
         return ["needs the lengths of paged keys as one tensor (seqused_k or cache_seqlens)"]
+    # H200, 2026-11-30, 64 queries, us: 64/8 heads, 32 sequences of 4k 437 by the forward and 582,
+    # 8 of 16k 426 and 477.
+    if not problem.num_splits and _reads_once(problem):
+        rows = problem.seqlen_q * problem.group
+        return [f"reads K and V once for {TILE_ROWS} of {rows} rows; hopper has a faster way"]
     always = problem.seqused_k and problem.seqlen_q <= FEW_QUERIES
     if not always and problem.seqlen_k < MANY_KEYS:
         return [

@@ -15,7 +15,13 @@ from triton.experimental.gluon import language as gl
 
 from onchip.bounded import Bounded
 from onchip.kernels import NUM_SMS
-from onchip.kernels.hopper.config import WARPGROUP_ROWS, Config, choose_forward, padded
+from onchip.kernels.hopper.config import (
+    WARPGROUP_ROWS,
+    Config,
+    choose_forward,
+    most_pieces,
+    padded,
+)
 from onchip.kernels.hopper.gluon_names import TensorDescriptor
 from onchip.kernels.hopper.workspace import NUM_COUNTERS
 from onchip.kernels.launcher import Address, Described, Launch
@@ -31,7 +37,6 @@ _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do 
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUM_BEFORE_SIZES = 3  # a launch's numbers before them
 _MAX_CALLS = 128  # sets of addresses that a launch knows
-_MOST_PIECES = 16  # of the keys of a tile
 
 
 @dataclass(frozen=True)
@@ -350,7 +355,7 @@ def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Te
 def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
-    if most_pieces(code, problem, num_ctas) > 1:
+    if most_pieces(config, problem, num_ctas) > 1:
         return replace(code, in_pieces=True, skips=False)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
         return code
@@ -395,27 +400,6 @@ def code_of(config: Config, problem: Problem) -> Code:
     )
 
 
-@lru_cache(maxsize=4096)
-def most_pieces(code: Code, problem: Problem, num_ctas: int) -> int:
-    """Pieces that the keys of a tile are cut into at most, from a model of the time in K/V tiles.
-
-    A CTA's start and end take about as long as three tiles, to meet the other pieces three, and
-    two more for each level of their tree.
-    """
-    if code.heads == 1 or code.has_left:
-        return 1
-    num_rows = problem.batch * problem.num_kv_heads
-    num_rows *= -(-problem.seqlen_q * code.heads // code.block_m)
-    num_tiles = -(-problem.seqlen_k // code.block_n)
-
-    def cost(pieces: int) -> float:
-        levels = 0 if pieces == 1 else 1 if pieces <= 4 else 2
-        waves = -(-num_rows * pieces // num_ctas)
-        return waves * (-(-num_tiles // pieces) + 3) + 3 * (pieces > 1) + 2 * levels
-
-    return min(range(1, max(1, min(_MOST_PIECES, num_tiles // 2)) + 1), key=cost)
-
-
 def lengths_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """Tensors that say where sequences lie, in the order of `tiles.Lengths`."""
     return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_k, tensors.block_table
@@ -433,7 +417,7 @@ def factors_of(problem: Problem) -> tuple[float, float]:
 
 def sizes_of(code: Code, problem: Problem, num_ctas: int = NUM_SMS) -> tuple[int, ...]:
     """The kernel's run-time integers, in the order of `tiles.Sizes`."""
-    pieces = most_pieces(code, problem, num_ctas) if code.in_pieces else 1
+    pieces = most_pieces(code.config, problem, num_ctas) if code.in_pieces else 1
     mask = problem.mask
     num_blocks = -(-problem.seqlen_q * code.heads // code.block_m)
     num_pairs = problem.batch * problem.num_heads // code.heads

@@ -6,16 +6,18 @@ No kernel language is imported here, so that `explain` can show a config anywher
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
-from onchip.kernels import NUM_SMS
+from onchip.kernels import NUM_SMS, is_grouped
 from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.
 WARPGROUP_ROWS = 64
 #: Bytes of K and V that CTAs working at the same time should share in the L2 cache.
 L2_BUDGET_BYTES = 16 << 20
+_MOST_PIECES = 16  # of the keys of a tile
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def choose_forward(problem: Problem) -> Config:
     maxima = laden or problem.dtype != torch.bfloat16
     if width != width_v:  # O does not fit into Q's buffer
         return _UNEQUAL[maxima]
-    grouped = _fills_tiles_with_groups(problem)
+    grouped = is_grouped(problem)
     if laden:
         return replace(_LADEN[width], grouped=grouped)
     config = replace(_CONFIGS[width, causal, maxima], grouped=grouped)
@@ -116,10 +118,25 @@ def choose_forward(problem: Problem) -> Config:
     return config
 
 
-def _fills_tiles_with_groups(problem: Problem) -> bool:
-    """Whether queries are too few to fill a tile, and heads of a group can fill it with them."""
-    is_few = problem.seqlen_q < 2 * WARPGROUP_ROWS
-    return is_few and problem.group in (2, 4, 8, 16, 32, 64) and problem.alibi == 0
+@lru_cache(maxsize=4096)
+def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
+    """Pieces that the keys of a tile are cut into at most, from a model of the time in K/V tiles.
+
+    A CTA's start and end take about as long as three tiles, to meet the other pieces three, and
+    two more for each level of their tree.
+    """
+    if not config.grouped or problem.mask.left >= 0:
+        return 1
+    num_rows = -(-problem.seqlen_q * problem.group // config.block_m)
+    num_rows *= problem.batch * problem.num_kv_heads
+    num_tiles = -(-problem.seqlen_k // config.block_n)
+
+    def cost(pieces: int) -> float:
+        levels = 0 if pieces == 1 else 1 if pieces <= 4 else 2
+        waves = -(-num_rows * pieces // num_ctas)
+        return waves * (-(-num_tiles // pieces) + 3) + 3 * (pieces > 1) + 2 * levels
+
+    return min(range(1, max(1, min(_MOST_PIECES, num_tiles // 2)) + 1), key=cost)
 
 
 def _is_single(problem: Problem) -> bool:

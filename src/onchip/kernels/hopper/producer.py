@@ -138,7 +138,7 @@ def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
 def first_with_keys(source: Inputs, n: Sizes, C: gl.constexpr):
     """`first_tile`, or a later one if that is a piece for which there are no keys."""
     more, spot, tile = first_tile(source, n, C)
-    if C.in_pieces:
+    if C.in_pieces:  # noqa: SIM102 (one is decided by the compiler, one at run time)
         if more & (exists(tile, n, C) == 0):
             more, spot, tile = next_tile(0, spot, source, n, C)
     return more, spot, tile

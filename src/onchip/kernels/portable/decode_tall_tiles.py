@@ -19,7 +19,7 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.gluon_pieces import Branch, Partials, joined
+from onchip.kernels.gluon_pieces import Branch, joined
 from onchip.kernels.gluon_rows import (
     base_of,
     operand,
