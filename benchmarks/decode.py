@@ -2,8 +2,8 @@
 
 CUDA graphs of ten calls, replayed in interleaved rounds; medians. Host time is that of eager
 calls. Rows are those of the peers' table, pages of 1 and 8, several and many queries, unequal
-lengths and equal ones of the same sum, a float8 cache, a shared prefix, and appends. Beside them stands what
-a kernel that only reads needs for as many bytes.
+lengths and equal ones of the same sum, a float8 cache, a shared prefix, and appends. Beside them
+stands what a kernel that only reads needs for as many bytes.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import onchip
 from onchip import reference
-from onchip.kernels import KERNELS
-from onchip.kernels.hopper.config import choose_forward
+from onchip.kernels import KERNELS, NUM_SMS
+from onchip.kernels.hopper.config import choose_forward, most_pieces
 from tests.portable_cases import Case, build, check
 from tests.tolerance import check_gradients
 
@@ -104,6 +104,82 @@ def run(forward, case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_features(forward, name, dims, dtype):
     run(forward, replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=dtype))
+
+
+SHORT = {
+    "many": Case((48,) * 40, (1300, 70) * 20, page=16, causal=True, heads=32, kv_heads=4),
+    "pages_of_16": Case((40,) * 4, (3530, 70, 0, 1), page=16, causal=True, heads=16, kv_heads=2),
+    "pages_of_256": Case((20, 20), (5300, 256), page=256, causal=True, sinks=True, heads=64,
+                         kv_heads=2),
+    "packed": Case((20, 0, 33, 64), (1900, 17, 80, 900), packed=True, causal=True, heads=16,
+                   kv_heads=2),
+    "packed_pages": Case((20, 0, 33, 64), (1900, 17, 80, 900), page=16, packed=True, causal=True,
+                         heads=16, kv_heads=2),
+    "dense": Case((100, 100), (3000, 3000), causal=True, heads=8, kv_heads=1),
+    "used": Case((70, 70), (3000, 130), used=True, heads=4, kv_heads=2),
+    "sees_later_keys": Case((20,), (5000,), window=(-1, 7), heads=64, kv_heads=2),
+    "window": Case((40, 40), (1500, 300), page=128, window=(130, 3), heads=16, kv_heads=2),
+    "softcap": Case((40,), (2000,), softcap=5.0, causal=True, heads=8, kv_heads=2),
+}  # fmt: skip
+UNCUT = ("many", "window")  # the others are cut into pieces
+
+
+@pytest.mark.parametrize(
+    "name, dim, dtype",
+    [
+        *((name, 128, BF16) for name in SHORT),
+        *((name, 128, F16) for name in ("many", "packed_pages")),
+        *((name, dim, BF16) for dim in (64, 256) for name in ("many", "packed_pages", "window")),
+        ("pages_of_256", 64, BF16),  # three warpgroups
+    ],
+    ids=str,
+)
+def test_heads_of_a_group_side_by_side(forward, name, dim, dtype):
+    call = build(replace(SHORT[name], dim=dim, dim_v=dim, dtype=dtype), "cuda")
+    config = choose_forward(call.problem)
+    assert config.grouped
+    assert (most_pieces(config, call.problem, NUM_SMS) > 1) == (name not in UNCUT)
+    for _ in range(2):  # counters must be 0 again
+        check(call, *forward.launch(call.problem, call.tensors))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_pieces_keep_what_is_not_finite_to_its_rows(forward, poison):
+    call = build(replace(SHORT["dense"], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for x in (call.tensors.v[0], call.sequences[0][2]):
+        x[300, 0, 3] = x[2950, 0] = poison
+    for _ in range(2):
+        check(call, *forward.launch(call.problem, call.tensors))
+
+
+def test_sums_of_pieces_that_overflow_are_made_again(forward):
+    call = build(replace(SHORT["dense"], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for x in (call.tensors.k[0], call.sequences[0][1]):
+        x[:40] *= 60.0
+    for _ in range(2):
+        check(call, *forward.launch(call.problem, call.tensors))
+
+
+def test_pieces_in_graphs_and_again_and_again(forward):
+    """Which piece comes last changes no bit, and lengths change between replays."""
+    case = Case((64,), (9000,), page=16, causal=True, heads=32, kv_heads=4)
+    call = build(replace(case, dim=128, dim_v=128, dtype=BF16), "cuda")
+    out, lse = forward.launch(call.problem, call.tensors)
+    for _ in range(300):
+        again = forward.launch(call.problem, call.tensors)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = forward.launch(call.problem, call.tensors)
+    for length in (9000, 100, 8999, 64, 5000):
+        call.tensors.seqused_k.fill_(length)
+        graph.replay()
+        again = forward.launch(call.problem, call.tensors)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        q, k, v = call.sequences[0]
+        keys = (x[None, :length] for x in (k, v))
+        want, _ = reference.attention(q[None], *keys, causal=True)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("dims", ODD_DIMS, ids=str)

@@ -51,6 +51,10 @@ Causal tiles differ in length too, and a counter hands them out, the longest fir
 no more tiles than there are multiprocessors are folded instead: one warpgroup takes 64 rows as
 far from the first row as the other's from the last, and all CTAs end at about the same time.
 
+Fewer than 128 queries do not fill a tile. Its rows are then the heads of a group, query after
+query (a box of queries x heads by TMA), and K and V are read once for all of them. With few such
+tiles their keys are cut into pieces, which the last one merges (`gluon_pieces.py`).
+
 It does not do: pages of other sizes than `onchip.kernels` says, quantised keys, user functions,
 dropout.
 
