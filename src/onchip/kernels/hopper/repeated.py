@@ -29,6 +29,8 @@ class Repeated:
         self._empty = empty_of(out.device)
         self._out = (tuple(out.shape), contiguous(tuple(out.shape)), out.dtype)
         rows = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+        # Of each stream: addresses, and the tensors behind them.
+        self._streams: dict[int, tuple[int, int, tuple]] = {}
         self._lse = (rows, contiguous(rows), torch.float32)
 
     @property
@@ -38,15 +40,29 @@ class Repeated:
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         out, lse = self._empty(*self._out), self._empty(*self._lse)
-        counters = take(self._device, self._found.num_counters)
-        partials = 0
-        if self._found.num_floats:
-            partials = floats(self._device, self._found.num_floats).data_ptr()
+        counters, partials, _tensors = self._memory()
         q_at, k_at, v_at, table, packed, used, _, slopes, sinks, _, _ = places
         addresses = (
-            q_at, k_at, v_at, out.data_ptr(), lse.data_ptr(), counters.data_ptr(),
+            q_at, k_at, v_at, out.data_ptr(), lse.data_ptr(), counters,
             packed or 0, 0, used or 0, table or 0, slopes or 0, sinks or 0, partials,
         )  # fmt: skip
         done = self._found.launch_at(addresses)
         assert done, "is_ready was asked before"
         return out, lse if self._wants_lse else None
+
+    def _memory(self) -> tuple[int, int, tuple]:
+        """Counters and memory for pieces, the stream's or the graph's: addresses, and tensors."""
+        if self._device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
+            return self._taken()
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._streams.get(stream)
+        if found is None:
+            found = self._streams[stream] = self._taken()
+        return found
+
+    def _taken(self) -> tuple[int, int, tuple]:
+        counters = take(self._device, self._found.num_counters)
+        if not self._found.num_floats:
+            return counters.data_ptr(), 0, (counters,)
+        partials = floats(self._device, self._found.num_floats)
+        return counters.data_ptr(), partials.data_ptr(), (counters, partials)
