@@ -261,7 +261,8 @@ def run(problem, tensors, programs: int, config: Config | None = None):
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
     num_tiles = sizes[arguments._NUM_TILES]
-    counters = torch.zeros(4 + num_tiles * code.warpgroups * code.in_pieces, dtype=torch.int32)
+    num_counters = num_tiles * code.warpgroups * 2 * code.in_pieces
+    counters = torch.zeros(4 + num_counters, dtype=torch.int32)
     partials = torch.full((num_tiles * code.block_m * (code.width_v + 2),), torch.nan)
     height, width = code.box
     width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v

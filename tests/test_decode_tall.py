@@ -49,9 +49,9 @@ CUTS = (
     {"splits": 3, "balanced": False, "min_tiles": 1},
     {"splits": 2, "balanced": True, "min_tiles": 1},
 )
-# Of two levels, three levels, and a last node of one piece.
-TREES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
-         17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
+# More pieces than are merged at once.
+MANY_PIECES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
+               17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
 
 
 def _entries() -> dict[str, dict]:
@@ -60,9 +60,9 @@ def _entries() -> dict[str, dict]:
         for cut in CUTS[: 3 if case.page or case.used else 2]:
             kind = "balanced" if cut["balanced"] else cut["splits"]
             found[f"{name}-{kind}"] = {"case": case, "config": cut}
-    for splits, case in TREES.items():
+    for splits, case in MANY_PIECES.items():
         config = {"splits": splits, "balanced": False, "min_tiles": 1}
-        found[f"tree-{splits}"] = {"case": case, "config": config}
+        found[f"pieces-{splits}"] = {"case": case, "config": config}
     for poison in (math.nan, math.inf, -math.inf):
         found[f"{poison}"] = {"case": SPOILT, "config": CUTS[1], "poison": poison}
     found["outweighed"] = {"case": OUTWEIGHED, "config": CUTS[1], "outweighs": True}

@@ -1,4 +1,4 @@
-"""What Gluon renamed between the releases of Triton that this package runs on; barriers.
+"""What Gluon renamed between the releases of Triton that this package runs on; barriers, waits.
 
 The names are chosen where they are defined: Triton 3.6 looks up the names in both branches of
 an `if` inside of a kernel.
@@ -82,6 +82,20 @@ else:
     def wait_for_all():
         """Waits for the role's other threads (3.7 and later)."""
         gl.barrier()
+
+
+@gluon.jit
+def meet_other_launches(NUM_WARPS: gl.constexpr):
+    """Waits until earlier launches are done, and lets the next one be set up meanwhile.
+
+    A launch that was told to (`launch_pdl`) starts as soon as the one before lets it, and waits
+    here; where neither was, this does nothing.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    x = gl.full([32 * NUM_WARPS], 0, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+        [x], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

@@ -1,12 +1,14 @@
 """What several programs found for 64 rows, one for each piece of the keys, is put together.
 
-Method: the pieces of a sequence are the leaves of a tree whose nodes have up to four children.
-Each puts aside what it has and counts itself at its node. The last to come merges all of the
-node's, in their order, and goes on to the next node with that; the others are done. Who comes
-last changes no bit of the result. Counters are zero again when all are through.
+Method: each program puts aside what it has and counts itself as come. The last one to come
+merges all pieces, 16 rows after 16 rows, and whoever still waits then helps: rows are handed out
+by a second counter. Nobody must wait: a program that has looked for the others some times in
+vain leaves, and where programs are more than run at once none waits. Pieces are added in their
+order, so no bit of the result depends on who does it. The last to leave clears the counters.
 
-One program that merged 32 pieces would read 1 MiB, which takes it 10 us; the tree has three
-levels of 128 KiB.
+H200, 2026-11-30, one sequence of 32k keys, 128 rows, 16 pieces: a tree of fours whose last
+comers merged alone took 15 us longer than a launch that merges, since a multiprocessor reads
+64 KiB of a piece in about 1.3 us.
 
 Legend: D_v head dimension, KEPT rows of a program that can exist, W number of a warpgroup.
 """
@@ -19,8 +21,12 @@ from triton.experimental import gluon
 
 from onchip.kernels.gluon_names import gl, wait_for_all
 
-_CHILDREN = gl.constexpr(4)
 LOWEST = gl.constexpr(-3.0e38)  # the maximum of nothing
+SLAB = gl.constexpr(16)  # rows that are merged at a time
+SLABS = gl.constexpr(4)  # of a warpgroup
+POLLS = 16  # how often a program looks for the others: about 10 us on an H200
+_AT_ONCE = gl.constexpr(4)  # pieces whose loads are under way together
+_SLAB_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 class Partials(NamedTuple):
@@ -28,11 +34,11 @@ class Partials(NamedTuple):
 
     out: object  # (pieces, KEPT, D_v) float32, not divided
     stats: object  # (pieces, KEPT, 2): maximum of the base 2 logits, sum
-    counters: object  # (pieces, warpgroups)
+    counters: object  # (pieces, warpgroups, 2): of the first two pieces come, handed out, left
 
 
 class Branch(NamedTuple):
-    """A piece's place in its sequence's tree."""
+    """A piece among those of its sequence."""
 
     first: object  # number of the sequence's first piece among all
     index: object  # of this one in the sequence
@@ -40,92 +46,99 @@ class Branch(NamedTuple):
 
 
 @gluon.jit
-def _places(piece, W: gl.constexpr, KEPT: gl.constexpr, LAYOUT: gl.constexpr):
-    """A warpgroup's rows among those of all pieces, and which of them are kept."""
-    row = W * 64 + gl.arange(0, 64, LAYOUT)
-    return gl.cast(piece, gl.int64) * KEPT + row, row < KEPT
+def _counter(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Three counters of a warpgroup's rows; there are two pieces at least."""
+    return to.counters + branch.first * (2 * WARPGROUPS) + 4 * W
 
 
 @gluon.jit
 def _put_aside(acc, top, total, piece, to: Partials, W: gl.constexpr, KEPT: gl.constexpr):
     LAYOUT: gl.constexpr = acc.type.layout
-    STATS: gl.constexpr = top.type.layout
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     WIDTH: gl.constexpr = acc.shape[1]
-    at, kept = _places(piece, W, KEPT, STATS)
-    gl.store(to.stats + at * 2, top, mask=kept)
-    gl.store(to.stats + at * 2 + 1, total, mask=kept)
-    at, kept = _places(piece, W, KEPT, ROWS)
+    row = W * 64 + gl.arange(0, 64, top.type.layout)
+    at = gl.cast(piece, gl.int64) * KEPT + row
+    gl.store(to.stats + at * 2, top, mask=row < KEPT)
+    gl.store(to.stats + at * 2 + 1, total, mask=row < KEPT)
+    out_row = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    place = (gl.cast(piece, gl.int64) * KEPT + out_row) * WIDTH
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    gl.store(to.out + (at * WIDTH)[:, None] + column[None, :], acc, mask=kept[:, None])
+    gl.store(to.out + place[:, None] + column[None, :], acc, mask=(out_row < KEPT)[:, None])
 
 
 @gluon.jit
-def _merged(
-    first, step, size, like, top, to: Partials, W: gl.constexpr, KEPT: gl.constexpr
-):  # fmt: skip
-    """`size` pieces, `step` apart: outputs laid out as `like`, maxima and sums as `top`."""
-    LAYOUT: gl.constexpr = like.type.layout
-    STATS: gl.constexpr = top.type.layout
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    WIDTH: gl.constexpr = like.shape[1]
-    top = gl.full([64], LOWEST, gl.float32, STATS)
-    for i in gl.static_range(_CHILDREN):
-        at, kept = _places(first + i * step, W, KEPT, STATS)
-        found = gl.load(to.stats + at * 2, mask=kept & (i < size), other=LOWEST,
-                        cache_modifier=".cg")  # fmt: skip
-        top = gl.maximum(top, found)
-    total = gl.zeros([64], gl.float32, STATS)
-    acc = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    for i in range(size):
-        at, kept = _places(first + i * step, W, KEPT, STATS)
-        # Straight from L2: other SMs wrote it.
-        weight = gl.load(to.stats + at * 2, mask=kept, other=LOWEST, cache_modifier=".cg")
-        weight = gl.exp2(weight - top)
-        found = gl.load(to.stats + at * 2 + 1, mask=kept, other=0.0, cache_modifier=".cg")
-        total += gl.where(found < float("inf"), found * weight, found)
-        row, seen = _places(first + i * step, W, KEPT, ROWS)
-        out = gl.load(to.out + (row * WIDTH)[:, None] + column[None, :], mask=seen[:, None],
-                      other=0.0, cache_modifier=".cg")  # fmt: skip
-        acc += out * gl.convert_layout(weight, ROWS)[:, None]
-    return acc, top, total
-
-
-@gluon.jit
-def joined(
+def all_came(
     acc, top, total, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
-    KEPT: gl.constexpr,
+    KEPT: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
-    """Joins a piece's outputs (64, D_v), maxima and sums (64,) with those of its sequence's others.
+    """Puts a piece's outputs (64, D_v), maxima and sums (64,) aside.
 
     Returns:
-        Outputs, maxima and sums of all pieces, and whether it is this program that has them.
+        Whether all pieces of the sequence are there now, or after some waiting.
     """
-    index = branch.index
-    count = branch.count
-    is_last = index >= 0
-    step = 1
-    level = 0
-    going = count > 1
-    while going:
-        _put_aside(acc, top, total, branch.first + index * step, to, W, KEPT)
-        node = index // _CHILDREN
-        size = gl.minimum(count - node * _CHILDREN, _CHILDREN)
-        first = branch.first + node * _CHILDREN * step
-        come = 0
-        # With two children a node has `step` pieces and more, `level` are fewer.
-        counter = to.counters + (first + level) * WARPGROUPS + W
-        if size > 1:
-            wait_for_all()  # all threads' stores come before the one thread's count
-            come = gl.atomic_add(counter, 1, sem="acq_rel")
-        is_last = come == size - 1
-        if is_last & (size > 1):
-            gl.store(counter, 0)
-            acc, top, total = _merged(first, step, size, acc, top, to, W, KEPT)
-        index = node
-        count = (count + _CHILDREN - 1) // _CHILDREN
-        step = step * _CHILDREN
-        level += 1
-        going = is_last & (count > 1)
-    return acc, top, total, is_last
+    _put_aside(acc, top, total, branch.first + branch.index, to, W, KEPT)
+    wait_for_all()  # all threads' stores come before the one thread's count
+    counter = _counter(branch, to, W, WARPGROUPS)
+    come = gl.atomic_add(counter, 1, sem="acq_rel") + 1
+    tries = come * 0
+    while (come < branch.count) & (tries < WAITS):
+        come = gl.atomic_add(counter, 0, sem="acquire")
+        tries += 1
+    return come == branch.count
+
+
+@gluon.jit
+def next_slab(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The number of 16 rows that nobody has merged yet; from `SLABS` on there are none."""
+    return gl.atomic_add(_counter(branch, to, W, WARPGROUPS) + 1, 1, sem="relaxed")
+
+
+@gluon.jit
+def leave(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """The program is through with its piece; the last one clears the counters."""
+    counter = _counter(branch, to, W, WARPGROUPS)
+    if gl.atomic_add(counter + 2, 1, sem="acq_rel") == branch.count - 1:
+        for i in gl.static_range(3):
+            gl.store(counter + i, 0)
+
+
+@gluon.jit
+def _from_l2(place, mask, other):
+    """What another SM wrote."""
+    return gl.load(place, mask=mask, other=other, cache_modifier=".cg")
+
+
+@gluon.jit
+def merged(slab, branch: Branch, to: Partials, W: gl.constexpr, KEPT: gl.constexpr,
+           WIDTH: gl.constexpr):  # fmt: skip
+    """16 rows of all pieces.
+
+    Returns:
+        Their outputs (16, D_v), maxima and sums (16,), and their numbers among the program's.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, _SLAB_LAYOUT)
+    row = W * 64 + slab * SLAB + gl.arange(0, SLAB, ROWS)
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, _SLAB_LAYOUT))
+    top = gl.full([SLAB], LOWEST, gl.float32, ROWS)
+    total = gl.zeros([SLAB], gl.float32, ROWS)
+    acc = gl.zeros([SLAB, WIDTH], gl.float32, _SLAB_LAYOUT)
+    for start in range(0, branch.count, _AT_ONCE):
+        tops, sums, outs = (), (), ()
+        for i in gl.static_range(_AT_ONCE):
+            seen = (row < KEPT) & (start + i < branch.count)
+            at = gl.cast(branch.first + start + i, gl.int64) * KEPT + row
+            tops = tops + (_from_l2(to.stats + at * 2, seen, LOWEST),)
+            sums = sums + (_from_l2(to.stats + at * 2 + 1, seen, 0.0),)
+            places = (at * WIDTH)[:, None] + column[None, :]
+            outs = outs + (_from_l2(to.out + places, seen[:, None], 0.0),)
+        now = top
+        for i in gl.static_range(_AT_ONCE):
+            now = gl.maximum(now, tops[i])
+        weight = gl.exp2(top - now)
+        acc = acc * weight[:, None]
+        total = gl.where(total < float("inf"), total * weight, total)
+        for i in gl.static_range(_AT_ONCE):
+            weight = gl.exp2(tops[i] - now)
+            acc += outs[i] * weight[:, None]
+            total += gl.where(sums[i] < float("inf"), sums[i] * weight, sums[i])
+        top = now
+    return acc, top, total, row

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from onchip.bounded import Bounded
 from onchip.kernels import NUM_SMS
+from onchip.kernels.gluon_pieces import POLLS
 from onchip.kernels.hopper.config import (
     WARPGROUP_ROWS,
     Config,
@@ -61,6 +62,7 @@ class Code:
         is_short: whether no CTA has more than two tiles, so that how it ends counts.
         heads: of a group that lie side by side in a tile; 1 where a tile is one head's.
         in_pieces: whether keys are cut into pieces, each a tile, which meet in `gluon_pieces`.
+        waits: how often a piece's program looks for the others.
     """
 
     config: Config
@@ -84,6 +86,7 @@ class Code:
     is_short: bool = False
     heads: int = 1
     in_pieces: bool = False
+    waits: int = 0
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -210,7 +213,7 @@ class Resolved:
         self.num_counters, self.num_floats = NUM_COUNTERS, 0
         if code.in_pieces:
             rows = self.num_tiles * code.block_m
-            self.num_counters += -(-self.num_tiles * code.warpgroups // 4) * 4
+            self.num_counters += -(-self.num_tiles * code.warpgroups // 2) * 4
             self.num_floats = rows * (code.width_v + 2)
         self.repair: Launch | None = None  # see `repair.py`
         self.repair_numbers: tuple = ()
@@ -356,7 +359,11 @@ def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
     if most_pieces(config, problem, num_ctas) > 1:
-        return replace(code, in_pieces=True, skips=False)
+        # Q in registers would spill beside what merges.
+        config = replace(config, q_in_registers=False)
+        code = replace(code, config=config, in_pieces=True, skips=False)
+        runs_at_once = sizes_of(code, problem, num_ctas)[_NUM_TILES] <= num_ctas
+        return replace(code, waits=POLLS if runs_at_once else 0)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
         return code
     if code.is_folded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
+from onchip.kernels.gluon_names import meet_other_launches  # noqa: F401
 from onchip.kernels.hopper.gluon_names import gl
 
 
@@ -27,18 +28,6 @@ def _arrival(threads, v, pins):
         return f"{arrive} mov.b32 $0, $1;"
     jump = "setp.eq.s32 p, $1, 0; @p bra again;"
     return f"{{ .reg .pred p; again: {arrive} {jump} mov.b32 $0, $1; }}"
-
-
-@gluon.jit
-def meet_other_launches(NUM_WARPS: gl.constexpr):
-    """Waits until earlier launches are done, and lets the next one be set up meanwhile.
-
-    A launch that was told to (`launch_pdl`) starts as soon as the one before lets it, and waits
-    here; where neither was, this does nothing.
-    """
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
-        [_named(0, NUM_WARPS)], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit

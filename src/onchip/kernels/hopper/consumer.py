@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 
-from onchip.kernels.gluon_pieces import LOWEST, Branch, joined
+from onchip.kernels.gluon_pieces import (
+    LOWEST,
+    SLAB,
+    SLABS,
+    Branch,
+    all_came,
+    leave,
+    merged,
+    next_slab,
+)
 from onchip.kernels.hopper.barriers import (
     meet_other_launches,
     pass_turn,
@@ -297,26 +306,47 @@ def _finish(
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
     if C.in_pieces:
-        top = gl.where(l == 0.0, LOWEST, walk.m * unit_of(terms, C))
-        if not C.maxima:
-            top = gl.where(overflows, 0.0, top)
-            l = gl.where(overflows, float("inf"), l)
         index, _, count = piece_of(view.tile, n, C)
         branch = Branch(view.tile.number - index, index, count)
-        WARPGROUPS: gl.constexpr = C.warpgroups
-        ROWS: gl.constexpr = C.block_m
-        acc, top, l, has_all = joined(walk.acc, top, l, branch, to.partials, W, WARPGROUPS, ROWS)
-        if has_all:
-            _hand_over(acc, top, 1.0, l, l == float("inf"), o, view, terms, to, n, C)
+        if count > 1:
+            top = gl.where(l == 0.0, LOWEST, walk.m * unit_of(terms, C))
+            if not C.maxima:
+                top = gl.where(overflows, 0.0, top)
+                l = gl.where(overflows, float("inf"), l)
+            _put_together(walk.acc, top, l, branch, o, view, terms, to, n, W, C)
+        else:
+            _hand_over(walk.acc, walk.m, l, overflows, o, view, terms, to, n, C)
     else:
-        _hand_over(walk.acc, walk.m, unit_of(terms, C), l, overflows, o, view, terms, to, n, C)
+        _hand_over(walk.acc, walk.m, l, overflows, o, view, terms, to, n, C)
 
 
 @gluon.jit
-def _hand_over(
-    acc, m, unit, l, overflows, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+def _put_together(
+    acc, top, l, branch: Branch, o, view: View, terms: Terms, to: Outputs, n: Sizes,
+    W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Merges a piece with the others of its keys and stores rows of which all are there."""
+    WARPGROUPS: gl.constexpr = C.warpgroups
+    KEPT: gl.constexpr = C.block_m
+    WIDTH: gl.constexpr = C.width_v
+    WAITS: gl.constexpr = C.waits
+    if all_came(acc, top, l, branch, to.partials, W, WARPGROUPS, KEPT, WAITS):
+        slab = next_slab(branch, to.partials, W, WARPGROUPS)
+        while slab < SLABS:
+            sums, m, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
+            first = W * 64 + slab * SLAB
+            part = View(view.tile, view.tile.row + first, rows - first, view.columns, view.slope)
+            out = _divided(sums, m, 1.0, total, total == float("inf"), part, terms, to, n, C)
+            store_rows(out.to(o.dtype), part, to, n, C)
+            slab = next_slab(branch, to.partials, W, WARPGROUPS)
+    leave(branch, to.partials, W, WARPGROUPS)
+
+
+@gluon.jit
+def _divided(
+    acc, m, unit, l, overflows, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
 ):
-    """Divides and stores rows whose keys have all been seen; `m` times `unit` is in base 2."""
+    """Outputs of rows whose keys have all been seen; stores the LSE. `m` times `unit`: base 2."""
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     top, l, factor = with_sink(m, l, view, unit, terms, C)
     if not C.maxima:
@@ -329,6 +359,15 @@ def _hand_over(
     out = acc * gl.convert_layout(inverse, ROWS)[:, None]
     if C.may_leak:
         note_leaks(out, l, view, to, C)
+    return out
+
+
+@gluon.jit
+def _hand_over(
+    acc, m, l, overflows, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+):
+    """Divides and stores a warpgroup's rows."""
+    out = _divided(acc, m, unit_of(terms, C), l, overflows, view, terms, to, n, C)
     out = out.to(o.dtype)
     if C.packed_q:
         if view.row + 64 <= num_rows(view.tile.seqlen_q, C):

@@ -67,11 +67,11 @@ def store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
-    """Stores those of 64 rows that belong to the sequence."""
+    """Stores those rows that belong to the sequence."""
     LAYOUT: gl.constexpr = out.type.layout
     WIDTH: gl.constexpr = C.width_v
     tile = view.tile
-    index = view.row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    index = view.row + gl.arange(0, out.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     start = (tile.q_start + query_of(index, C)).to(gl.int64) * n.num_heads
     if C.heads > 1:

@@ -388,8 +388,8 @@ class Plan:
         self.lse_shape = (*rows[:-1], problem.num_heads, rows[-1])
         units = problem.num_kv_heads * config.row_blocks
         programs = config.programs(problem, num_sms)
-        # The tall walk counts at each piece, and for each of its warpgroups.
-        num_counters = units * programs * 2 if config.tall else problem.batch * units
+        # The tall walk has two counters for each piece and warpgroup.
+        num_counters = units * programs * 4 if config.tall else problem.batch * units
         self.room = (units * programs * spec.kept, spec.width_v, num_counters)
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
         self.tall = None
@@ -408,7 +408,7 @@ class Plan:
         elif config.tall:
             from onchip.kernels.portable import decode_tall
 
-            self.tall = decode_tall.Tall(spec)
+            self.tall = decode_tall.tall_of(spec, units * programs, num_sms)
             found = (self.tall.described(x) for x in (tensors.k, tensors.v))
             self.like = tuple(Described(Address(0), x.shape, x.strides) for x in found)
             self.numbers = (*self.numbers[:-1], self.tall, stages)

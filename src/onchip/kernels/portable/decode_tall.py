@@ -18,8 +18,7 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `decode` cuts them; each warpgroup's last program merges them, see
-`gluon_pieces`.
+Pieces are cut as `decode` cuts them and merged as `gluon_pieces` says.
 
 It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
 that neither divide a tile nor are a multiple of it.
@@ -41,10 +40,11 @@ from onchip.kernels.gluon_names import (
     gl,
     in_pieces,
     mbarrier,
+    meet_other_launches,
     new_barriers,
     tma_load,
 )
-from onchip.kernels.gluon_pieces import Partials
+from onchip.kernels.gluon_pieces import POLLS, Partials
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable.decode_cuts import located, pieces
 from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
@@ -57,14 +57,21 @@ from onchip.kernels.portable.decode_tall_tiles import (
     consumer,
 )
 
+PDL = True
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True)
 class Tall:
-    """What the compiled code depends on: a `DecodeSpec`, whose fields are read through this."""
+    """What the compiled code depends on: a `DecodeSpec`, whose fields are read through this.
+
+    Args:
+        spec: see there.
+        waits: how often a program looks for its sequence's others, see `gluon_pieces`.
+    """
 
     spec: DecodeSpec
+    waits: int = 0
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "spec"), name)
@@ -246,6 +253,7 @@ def attn_decode_tall(
     SPEC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One CTA: up to 128 rows of one head of K against a piece of a sequence."""
+    meet_other_launches(4)
     piece = _piece(cu_seqlens_q, seqused_k, num_sequences, seqlen_q, seqlen_k, splits, num_sms,
                    SPEC)  # fmt: skip
     table = _place(block_table, stride_table, piece.batch, SPEC)
@@ -275,7 +283,14 @@ def attn_decode_tall(
         ], [4, 1], [240, 24])  # fmt: skip
 
 
+def tall_of(spec: DecodeSpec, num_programs: int, num_sms: int) -> Tall:
+    """Programs wait for others only where all run at once: of 64 rows two on an SM."""
+    at_once = num_sms * (2 if spec.rows == 64 else 1)
+    return Tall(spec, POLLS if spec.merges and num_programs <= at_once else 0)
+
+
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:
     """Of 64 rows two CTAs run on an SM: half of its registers for each."""
     options = {"maxnreg": 128} if spec.rows == 64 else {}
-    return Launch(attn_decode_tall, grid, device, num_warps=4, **options)
+    # A dependent launch: it is set up while what runs before it ends.
+    return Launch(attn_decode_tall, grid, device, num_warps=4, launch_pdl=PDL, **options)

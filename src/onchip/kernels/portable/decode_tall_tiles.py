@@ -19,7 +19,7 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.gluon_pieces import Branch, joined
+from onchip.kernels.gluon_pieces import SLABS, Branch, all_came, leave, merged, next_slab
 from onchip.kernels.gluon_rows import (
     base_of,
     operand,
@@ -341,9 +341,16 @@ def _attend(
         first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
         branch = Branch(first, piece.index, piece.count)
         WARPGROUPS: gl.constexpr = SPEC.rows // 64
-        acc, top, l, has_all = joined(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept)
-        if has_all:
+        if piece.count == 1:
             _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+        else:
+            if all_came(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept, SPEC.waits):
+                slab = next_slab(branch, to.partials, W, WARPGROUPS)
+                while slab < SLABS:
+                    out, maxima, sums, row = merged(slab, branch, to.partials, W, SPEC.kept, 128)
+                    _finish(out, maxima, sums, piece.row_start + row, to, piece, n, HAS_SINKS, SPEC)
+                    slab = next_slab(branch, to.partials, W, WARPGROUPS)
+            leave(branch, to.partials, W, WARPGROUPS)
     else:
         _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
 
