@@ -10,6 +10,7 @@ Usage: hopper_forward_model.py CASES.json OUT.pt
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import threading
@@ -110,7 +111,7 @@ _cta = SimpleNamespace(barriers=NamedBarriers(), programs=1)
 
 
 def _assembly(text, constraints, args, **kwargs):
-    if "vote" in text:  # see `softmax.rescaled`
+    if "vote" in text:  # see `weights.rescaled`
         return _array(args[0] * args[1])
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:
@@ -214,6 +215,18 @@ producer.in_pieces = lambda tiles, descriptor, number, rows: Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
 consumer.packed = lambda weights, dtype, code: weights.to(dtype)
 consumer.operand = lambda p, dtype, code: p
+
+
+def _packed_in_range(weights, sums, p, dtype):
+    """`weights.packed_in_range`, whose P is what words hold."""
+    top = sums.amax(1, keepdim=True).expand(sums.shape)
+    rise = torch.floor(torch.log2(top)) - 5.0
+    rise = torch.where((top >= 2.0**15) & (top < math.inf), rise, torch.zeros_like(top))
+    weights = weights * torch.exp2(-rise[:, :1])
+    return weights.to(dtype), torch.exp2(-rise), rise
+
+
+consumer.packed_in_range = _packed_in_range
 
 
 def run(problem, tensors, programs: int, config: Config | None = None):
