@@ -111,8 +111,6 @@ _cta = SimpleNamespace(barriers=NamedBarriers(), programs=1)
 
 
 def _assembly(text, constraints, args, **kwargs):
-    if "vote" in text:  # see `weights.rescaled`
-        return _array(args[0] * args[1])
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:
         number, threads = int(args[0].flatten()[0]), args[0].numel()
@@ -217,13 +215,13 @@ consumer.packed = lambda weights, dtype, code: weights.to(dtype)
 consumer.operand = lambda p, dtype, code: p
 
 
-def _packed_in_range(weights, sums, p, dtype):
+def _packed_in_range(weights, sums, p, acc, l, m, dtype):
     """`weights.packed_in_range`, whose P is what words hold."""
     top = sums.amax(1, keepdim=True).expand(sums.shape)
     rise = torch.floor(torch.log2(top)) - 5.0
     rise = torch.where((top >= 2.0**15) & (top < math.inf), rise, torch.zeros_like(top))
-    weights = weights * torch.exp2(-rise[:, :1])
-    return weights.to(dtype), torch.exp2(-rise), rise
+    factor = torch.exp2(-rise)
+    return (weights * factor[:, :1]).to(dtype), acc * factor[:, :1], l * factor, m + rise
 
 
 consumer.packed_in_range = _packed_in_range

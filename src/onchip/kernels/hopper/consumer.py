@@ -207,7 +207,7 @@ def _step(
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
         if MAXIMA:
-            acc = rescaled(acc, factor, C)
+            acc = rescaled(acc, factor)
     weights = weights_of(s, unit, base)
     sums = row_sums(weights)
     if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
@@ -217,12 +217,10 @@ def _step(
     if MAXIMA:
         p = packed(weights, at.q.dtype, C)
         l = walk.l * factor + sums
+        if C.late:
+            acc = rescaled(acc, factor)
     else:
-        p, factor, rise = packed_in_range(weights, sums, walk.p, at.q.dtype)
-        l = (walk.l + sums) * factor
-        m += rise
-    if C.late or not MAXIMA:
-        acc = rescaled(acc, factor, C)
+        p, acc, l, m = packed_in_range(weights, sums, walk.p, acc, walk.l + sums, m, at.q.dtype)
     return Walk(p, acc, m, l, walk.q)
 
 
