@@ -10,6 +10,7 @@ Usage: hopper_forward_model.py CASES.json OUT.pt
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import threading
@@ -137,8 +138,6 @@ _cta = SimpleNamespace(barriers=NamedBarriers(), programs=1)
 
 
 def _assembly(text, constraints, args, **kwargs):
-    if "vote" in text:  # see `softmax.rescaled`
-        return _array(args[0] * args[1])
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:
         number, threads = int(args[0].flatten()[0]), args[0].numel()
@@ -250,6 +249,18 @@ producer.in_pieces = lambda tiles, descriptor, number, rows: Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
 consumer.packed = lambda weights, dtype, code: weights.to(dtype)
 consumer.operand = lambda p, dtype, code: p
+
+
+def _packed_in_range(weights, sums, p, acc, l, m, dtype):
+    """`weights.packed_in_range`, whose P is what words hold."""
+    top = sums.amax(1, keepdim=True).expand(sums.shape)
+    rise = torch.floor(torch.log2(top)) - 5.0
+    rise = torch.where((top >= 2.0**15) & (top < math.inf), rise, torch.zeros_like(top))
+    factor = torch.exp2(-rise)
+    return (weights * factor[:, :1]).to(dtype), acc * factor[:, :1], l * factor, m + rise
+
+
+consumer.packed_in_range = _packed_in_range
 
 
 def run(problem, tensors, programs: int, config: Config | None = None):

@@ -213,6 +213,21 @@ def test_sums_that_overflow_are_made_again(forward, dim, causal):
     assert lse[0].abs().max() > 128 * math.log(2.0)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bases_move_where_logits_rise(forward, dim, causal, dtype):
+    """Some keys' logits stand up to 2^50 above those that are walked before; all at the end."""
+    size = 2048 if dim == 64 and causal else 1200
+    case = Case((size,), (size + 100,), heads=4, dim=dim, dim_v=dim, dtype=dtype, causal=causal)
+    call = build(case, "cuda")
+    for x in (call.tensors.k[0], call.sequences[0][1]):
+        x[700:750] *= 3.0
+        x[300:303] *= 8.0
+        x[:40] *= 12.0
+    check(call, *forward.launch(call.problem, call.tensors))
+
+
 def test_strides_of_a_fused_projection_and_gradients():
     x = torch.randn(2, 333, 3, 4, 64, device="cuda", dtype=BF16)
     q, k, v = x.unbind(2)

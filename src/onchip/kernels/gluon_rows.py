@@ -1,10 +1,11 @@
 """Rows of S, P and O in registers as wgmma leaves them: what Gluon kernels of Hopper share.
 
 A row of an accumulator lies in four threads, in pairs of columns. Row sums stay apart in the
-four until the end: `l` is (64, 4).
+four until the end: `l` is (64, 4). Other numbers for each row are (64,), or (64, 4) where they
+meet sums: what each of the four threads holds, all the same.
 
-What the compiled code depends on, C, has here: `width_v` (D_v, padded), `num_walks` (loops that
-hand P on to each other) and `maxima` (whether every step takes the maxima of its S).
+What the compiled code depends on, C, has here: `width_v` (D_v, padded) and `has_words` (whether
+steps hand P on as words).
 
 Legend: BN columns (keys) of a tile.
 """
@@ -60,9 +61,10 @@ def packed(weights, DTYPE: gl.constexpr, C: gl.constexpr):
     """P (64, BN) in 16 bits, as one step hands it to the next.
 
     Where several walks follow one another these are words: Triton would carry 16 bits from walk
-    to walk one value in each register, and take them apart in every step.
+    to walk one value in each register, and take them apart in every step. So it would with what
+    assembly made.
     """
-    if C.num_walks > 1:
+    if C.has_words:
         return _words(weights, DTYPE)
     else:
         return _operand(weights.to(DTYPE), C)
@@ -71,7 +73,7 @@ def packed(weights, DTYPE: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def operand(p, DTYPE: gl.constexpr, C: gl.constexpr):
     """What `packed` gave as wgmma's first operand (64, BN)."""
-    if C.num_walks > 1:
+    if C.has_words:
         return _unpacked(p, DTYPE, C)
     else:
         return p
@@ -123,39 +125,28 @@ def base_of(m, GUARDED: gl.constexpr):
     return m
 
 
-@gluon.constexpr_function
-def _products(number):
-    """Assembly: a thread's values of two rows, times the rows' factors if the warp has one not 1.
-
-    Operands: results, values, factors; values lie in turns of two for each of the rows.
-    """
-    factors = (2 * number, 2 * number + 2)
-    moves = " ".join(f"mov.b32 ${i}, ${number + i};" for i in range(number))
-    tests = f"setp.ne.f32 p, ${factors[0]}, 1.0; setp.ne.or.f32 p, ${factors[1]}, 1.0, p;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${factors[i // 2 % 2]};" for i in range(number))
-    vote = "vote.sync.any.pred p, p, 0xffffffff; @!p bra over;"
-    return f"{{ .reg .pred p; {moves} {tests} {vote} {products} over: }}"
-
-
-@gluon.constexpr_function
-def _operands(number):
-    return ",".join(["=&f"] * number + ["f"] * (2 * number))
+@gluon.jit
+def rescaled(acc, factor):
+    """O times a factor for each row (64,)."""
+    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
-def rescaled(acc, factor, C: gl.constexpr):
-    """O times a factor for each row.
+def in_fours(x):
+    """(64, BN) as (64, BN / 8, 4, 2): a row's four threads hold pairs of columns in turn."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
-    Without maxima the factors are 1 in almost every step, and a warp passes over the products.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
-    if C.maxima:
-        return acc * factor
-    else:
-        NUMBER: gl.constexpr = acc.shape[1] // 2  # of a thread's values
-        ASM: gl.constexpr = _products(NUMBER)
-        OPERANDS: gl.constexpr = _operands(NUMBER)
-        factors = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, LAYOUT) + factor
-        return gl.inline_asm_elementwise(ASM, OPERANDS, [acc, factors], dtype=gl.float32,
-                                         is_pure=True, pack=NUMBER)  # fmt: skip
+
+@gluon.jit
+def beside(factor, x):
+    """A number for each row (64, 4), for arithmetic with columns in fours."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    factor = gl.convert_layout(factor, LAYOUT, assert_trivial=True)
+    return gl.expand_dims(gl.expand_dims(factor, 1), 3)
+
+
+@gluon.jit
+def in_each_thread(m, l):
+    """A number for each row (64,) as (64, 4), beside sums `l`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    return gl.zeros_like(l) + gl.convert_layout(m, LAYOUT, assert_trivial=True)[:, None]

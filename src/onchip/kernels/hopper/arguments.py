@@ -129,6 +129,11 @@ class Code:
         return 1 + self.cuts_two + self.has_left
 
     @property
+    def has_words(self) -> bool:
+        """Whether P is handed from step to step as words of two neighbours."""
+        return self.num_walks > 1 or not self.maxima
+
+    @property
     def is_halved(self) -> bool:
         """Whether a tile's first warpgroup sees no more than half of its last K/V tile.
 

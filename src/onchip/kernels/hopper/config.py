@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from onchip.kernels import NUM_SMS, is_grouped
 from onchip.problem import Layout, Problem
 
@@ -37,7 +35,7 @@ class Config:
         pins: of which slots the releases stay where they are written: K's ("k"), V's ("v"),
             both ("kv") or none (""); see `barriers.release`.
         maxima: whether every step takes the maxima of its S; without, a step whose tile is seen
-            in full subtracts what the sums so far suggest (see `softmax.grown`).
+            in full has the base of the step before, unless weights grow too large (`weights.py`).
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
         folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
@@ -57,7 +55,7 @@ class Config:
     late: bool
     registers: int
     pins: str = ""
-    maxima: bool = True
+    maxima: bool = False
     q_in_registers: bool = False
     folded: bool = False
     grouped: bool = False
@@ -100,19 +98,20 @@ def choose_forward(problem: Problem) -> Config:
     """The forward's config for a problem: a pure function, no device is asked."""
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     causal = problem.mask.right >= 0
-    # ALiBi's logits may rise all along the keys, and float16 has no room for a P far over 1.
+    # Without maxima they spill, and ALiBi's logits may rise all along the keys.
     laden = problem.softcap > 0 or problem.alibi > 0
-    maxima = laden or problem.dtype != torch.bfloat16
     if width != width_v:  # O does not fit into Q's buffer
-        return _UNEQUAL[maxima]
+        return replace(_DEEP, maxima=laden)
     grouped = is_grouped(problem)
     if laden:
-        return replace(_LADEN[width], grouped=grouped)
-    config = replace(_CONFIGS[width, causal, maxima], grouped=grouped)
+        return replace(_LADEN[width], maxima=True, grouped=grouped)
+    if grouped and width == 64:  # three warpgroups spill beside what merges pieces
+        return replace(_USUAL_64, grouped=True)
+    config = replace(_CONFIGS[width, causal], grouped=grouped)
     if width < 256 and _is_single(problem) and not grouped:
         return replace(config, folded=True, turns=False)
     if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
-        return replace(_LONG_64[maxima], grouped=grouped)
+        return _TALL_64
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
@@ -122,8 +121,8 @@ def choose_forward(problem: Problem) -> Config:
 def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
     """Pieces that the keys of a tile are cut into at most, from a model of the time in K/V tiles.
 
-    A CTA's start and end take about as long as three tiles, to meet the other pieces three, and
-    two more for each level of their tree.
+    A CTA's start and end take about as long as three tiles, and so does the meeting of pieces;
+    where not all run at once the last one merges them alone.
     """
     if not config.grouped or problem.mask.left >= 0:
         return 1
@@ -132,9 +131,9 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
     num_tiles = -(-problem.seqlen_k // config.block_n)
 
     def cost(pieces: int) -> float:
-        levels = 0 if pieces == 1 else 1 if pieces <= 4 else 2
         waves = -(-num_rows * pieces // num_ctas)
-        return waves * (-(-num_tiles // pieces) + 3) + 3 * (pieces > 1) + 2 * levels
+        alone = 0.6 * pieces if waves > 1 else 0.0
+        return waves * (-(-num_tiles // pieces) + 3) + (3 + alone) * (pieces > 1)
 
     return min(range(1, max(1, min(_MOST_PIECES, num_tiles // 2)) + 1), key=cost)
 
@@ -154,7 +153,6 @@ def _is_single(problem: Problem) -> bool:
 _WIDE = Config(2, 64, 2, q_buffers=1, turns=True, late=True, registers=240, pins="kv")
 # D = 192, D_v = 128: V's releases alone 1.10 / 1.10 / 1.16, both 1.08 / 1.08 / 1.14.
 _DEEP = replace(_WIDE, stages=3, pins="v")
-_UNEQUAL = {True: _DEEP, False: replace(_DEEP, maxima=False)}
 # Causal at D = 64, ratio to FlashAttention-3 of three warpgroups and of two: 1k 1.02 and 1.26, 2k
 # 1.03 and 1.06, 4k 1.05 and 1.02, 8k 1.06 and 0.97; packed, up to 4k, 1.12 and 1.05.
 _LONG = 2048
@@ -162,19 +160,12 @@ _TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160,
 _USUAL_64 = Config(2, 128, 3, q_buffers=3, turns=True, late=False, registers=240, pins="k")
 _USUAL_128 = Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)
 _LADEN = {64: _USUAL_64, 128: _USUAL_128, 256: _WIDE}
-_LONG_64 = {True: _TALL_64, False: replace(_TALL_64, maxima=False)}
 _CONFIGS = {
-    (64, False, True): _TALL_64,
-    (64, False, False): replace(_TALL_64, maxima=False),
-    (64, True, True): _USUAL_64,
-    (64, True, False): replace(_USUAL_64, maxima=False),
+    (64, False): _TALL_64,
+    (64, True): _USUAL_64,
     # Q in registers: 0.990 against 0.982 full; causal 0.956 against 0.977, where it spills.
-    (128, False, True): replace(_USUAL_128, q_in_registers=True),
-    (128, False, False): replace(_USUAL_128, q_in_registers=True, maxima=False),
-    (128, True, True): _USUAL_128,
-    (128, True, False): replace(_USUAL_128, maxima=False),
-    (256, False, True): _WIDE,
-    (256, False, False): replace(_WIDE, maxima=False),
-    (256, True, True): _WIDE,
-    (256, True, False): replace(_WIDE, maxima=False),
+    (128, False): replace(_USUAL_128, q_in_registers=True),
+    (128, True): _USUAL_128,
+    (256, False): _WIDE,
+    (256, True): _WIDE,
 }

@@ -39,14 +39,12 @@ from onchip.kernels.hopper.shared import Outputs, Shared, plane
 from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
-    grown,
+    in_each_thread,
     logits,
     operand,
     packed,
-    rescaled,
     row_maximum,
     row_sums,
-    scaled_sums,
     slope_of,
     unit_of,
     widened,
@@ -70,6 +68,7 @@ from onchip.kernels.hopper.tiles import (
     start_of_keys,
     tile_at,
 )
+from onchip.kernels.hopper.weights import packed_in_range, rescaled, weights_of
 
 
 class Walk(NamedTuple):
@@ -77,7 +76,7 @@ class Walk(NamedTuple):
 
     p: object  # (64, BN) weights of the last S, 16 bit, as wgmma's operand in registers
     acc: object  # (64, D_v) float32, without the last P V
-    m: object  # (64,) running maximum of S
+    m: object  # (64, 4) base 2 logits that P is held against: the maximum so far, or a base
     l: object  # (64, 4) running sums of P
     q: object  # (64, D) Q as wgmma's operand in registers, or 0
 
@@ -202,35 +201,38 @@ def _step(
     s = _scores(i, walk.q, count + 1, True, at, BN, W, C)
     acc = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
-    if not MAXIMA:  # while the tensor cores work
-        m, alpha = grown(walk.m, walk.l, unit)
     s = warpgroup_mma_wait(1, deps=[s])
     if C.late:
         release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
+    m = walk.m
     if MASKED:
         s = masked(s, key, view, n, False, C)
     if MAXIMA:
-        m = gl.maximum(walk.m, row_maximum(s))
-        base = base_of(m, MASKED) * unit
-        alpha = gl.exp2(walk.m * unit - base)
-    else:
-        base = base_of(m, C.may_be_empty) * unit
+        m = gl.maximum(m, in_each_thread(row_maximum(s), walk.l) * unit)
+    base = base_of(m, MASKED or C.may_be_empty)
+    if MAXIMA:
+        factor = gl.exp2(walk.m - base)
     if not C.late:
         # Behind the maximum: a release keeps the wait for O below what stands above it.
         release(count + 1, 0, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-        acc = rescaled(acc, alpha, C)
-    weights = gl.exp2(s * unit - base[:, None])
-    l = scaled_sums(walk.l, alpha) + row_sums(weights)
+        if MAXIMA:
+            acc = rescaled(acc, factor)
+    weights = weights_of(s, unit, base)
+    sums = row_sums(weights)
     if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
         mbarrier.wait(at.q_full.index(i), phase)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-    p = packed(weights, at.q.dtype, C)
-    if C.late:
-        acc = rescaled(acc, alpha, C)
+    if MAXIMA:
+        p = packed(weights, at.q.dtype, C)
+        l = walk.l * factor + sums
+        if C.late:
+            acc = rescaled(acc, factor)
+    else:
+        p, acc, l, m = packed_in_range(weights, sums, walk.p, acc, walk.l + sums, m, at.q.dtype)
     return Walk(p, acc, m, l, walk.q)
 
 
@@ -260,7 +262,7 @@ def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, 
 
 @gluon.jit
 def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
-    """Weights (float32), maximum and sums of the first S, which the right edge crosses."""
+    """Weights (float32), base and sums of the first S, which the right edge crosses."""
     BN: gl.constexpr = C.block_n
     KEYS: gl.constexpr = s.shape[1]
     seen = view
@@ -271,13 +273,14 @@ def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
         seen = View(view.tile, view.row, rows, columns, view.slope)
     key = (end - 1) * BN
     s = masked(logits(s, key, seen, terms, C), key, seen, n, True, C)
-    m = row_maximum(s)
     unit = unit_of(terms, C)
-    weights = gl.exp2(s * unit - (base_of(m, C.may_be_empty) * unit)[:, None])
+    m = row_maximum(s) * unit
+    weights = gl.exp2(s * unit - base_of(m, C.may_be_empty)[:, None])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     m = gl.convert_layout(m, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     weights = widened(weights, BN)
-    return weights, m, row_sums(weights)
+    l = row_sums(weights)
+    return weights, in_each_thread(m, l), l
 
 
 @gluon.jit
@@ -303,21 +306,25 @@ def _finish(
     then have grown too far, or have begun without a maximum, where a masked tile gave -inf: its
     LSE becomes inf.
     """
-    l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    overflows = (l > 2.0**100) | ((walk.m == float("-inf")) & unmasked)
+    S_ROWS: gl.constexpr = gl.SliceLayout(
+        1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_n, 16])
+    )
+    l = gl.convert_layout(gl.sum(walk.l, 1), S_ROWS, assert_trivial=True)
+    top = gl.convert_layout(gl.max(walk.m, 1), S_ROWS, assert_trivial=True)
+    overflows = (l > 2.0**100) | ((top == float("-inf")) & unmasked)
     if C.in_pieces:
         index, _, count = piece_of(view.tile, n, C)
         branch = Branch(view.tile.number - index, index, count)
         if count > 1:
-            top = gl.where(l == 0.0, LOWEST, walk.m * unit_of(terms, C))
+            top = gl.where(l == 0.0, LOWEST, top)
             if not C.maxima:
                 top = gl.where(overflows, 0.0, top)
                 l = gl.where(overflows, float("inf"), l)
             _put_together(walk.acc, top, l, branch, o, view, terms, to, n, W, C)
         else:
-            _hand_over(walk.acc, walk.m, l, overflows, o, view, terms, to, n, C)
+            _hand_over(walk.acc, top, l, overflows, o, view, terms, to, n, C)
     else:
-        _hand_over(walk.acc, walk.m, l, overflows, o, view, terms, to, n, C)
+        _hand_over(walk.acc, top, l, overflows, o, view, terms, to, n, C)
 
 
 @gluon.jit
@@ -333,10 +340,10 @@ def _put_together(
     if all_came(acc, top, l, branch, to.partials, W, WARPGROUPS, KEPT, WAITS):
         slab = next_slab(branch, to.partials, W, WARPGROUPS)
         while slab < SLABS:
-            sums, m, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
+            sums, maxima, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
             first = W * 64 + slab * SLAB
             part = View(view.tile, view.tile.row + first, rows - first, view.columns, view.slope)
-            out = _divided(sums, m, 1.0, total, total == float("inf"), part, terms, to, n, C)
+            out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
             store_rows(out.to(o.dtype), part, to, n, C)
             slab = next_slab(branch, to.partials, W, WARPGROUPS)
     leave(branch, to.partials, W, WARPGROUPS)
@@ -344,11 +351,11 @@ def _put_together(
 
 @gluon.jit
 def _divided(
-    acc, m, unit, l, overflows, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+    acc, top, l, overflows, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
 ):
-    """Outputs of rows whose keys have all been seen; stores the LSE. `m` times `unit`: base 2."""
+    """Outputs of rows whose keys have all been seen; stores the LSE."""
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    top, l, factor = with_sink(m, l, view, unit, terms, C)
+    top, l, factor = with_sink(top, l, view, terms, C)
     if not C.maxima:
         top = gl.where(overflows, 0.0, top)
         l = gl.where(overflows, float("inf"), l)
@@ -364,10 +371,10 @@ def _divided(
 
 @gluon.jit
 def _hand_over(
-    acc, m, l, overflows, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
+    acc, top, l, overflows, o, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl.constexpr
 ):
     """Divides and stores a warpgroup's rows."""
-    out = _divided(acc, m, unit_of(terms, C), l, overflows, view, terms, to, n, C)
+    out = _divided(acc, top, l, overflows, view, terms, to, n, C)
     out = out.to(o.dtype)
     if C.packed_q:
         if view.row + 64 <= num_rows(view.tile.seqlen_q, C):

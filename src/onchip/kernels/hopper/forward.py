@@ -26,11 +26,12 @@ end of the keys cuts come first, those that its left edge cuts last, and the loo
 does not mask. Where the right edge stands at multiples of 128, the first warpgroup sees no more
 than half of its last tile and multiplies half of its keys.
 
-The maximum of a row costs a fifth of a step (H200, D = 128: 400 to 490 of 2,500 clocks), and
-float32 and bfloat16 do not need it: any number within 2^100 of it keeps exp(S - m) in range. In
-bfloat16 a K/V tile that is seen in full therefore subtracts the maximum of the tile that came
-first, moved on when the row's sum has grown beyond 2^24. Results are the same to rounding. A row
-whose logits rise further than that within a tile has the sum inf.
+The maximum of a row costs a fifth of a step (H200, D = 128: 400 to 490 of 2,500 clocks), and is
+not needed: any base m keeps exp(S - m) exact that leaves it in P's range. A K/V tile that is seen
+in full therefore subtracts the maximum of the tiles that were cut, or came first, until weights
+come near the end of float16's range; then a rare branch moves the row's base (`weights.py`).
+Results are the same to rounding. A row whose logits rise beyond float32's range within a tile has
+the sum inf.
 
 The consumers note two kinds of rows, which `repair.py` then makes again: those whose sum is inf,
 and those that became NaN although their sum did not: a hidden value is multiplied by P = 0, and

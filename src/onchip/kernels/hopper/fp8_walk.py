@@ -208,7 +208,7 @@ def denominators(base, l, view: View, terms: Terms, to: Outputs, n: Sizes, C: gl
     ROWS: gl.constexpr = view.rows.type.layout
     top = gl.convert_layout(gl.max(base, 1), ROWS)
     l = gl.convert_layout(gl.max(l, 1), ROWS)
-    top, l, factor = with_sink(top, l, view, 1.0, terms, C)
+    top, l, factor = with_sink(top, l, view, terms, C)
     store_lse(top, l, view, to, n, C)
     inverse = factor / l
     if C.may_be_empty:

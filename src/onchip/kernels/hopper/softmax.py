@@ -14,12 +14,11 @@ from onchip.kernels.gluon_names import gl
 from onchip.kernels.gluon_rows import (  # noqa: F401 (consumers find all they need here)
     base_of,
     halves,
+    in_each_thread,
     operand,
     packed,
-    rescaled,
     row_maximum,
     row_sums,
-    scaled_sums,
     widened,
 )
 from onchip.kernels.hopper.tiles import Sizes, Tile, View
@@ -73,25 +72,8 @@ def unit_of(terms: Terms, C: gl.constexpr):
 
 
 @gluon.jit
-def grown(m, l, unit):
-    """What the next tile's S is held against in place of its maximum.
-
-    A sum tells how far the logits so far have risen above `m`: beyond 2^24 it moves on. P of the
-    next tile may exceed that by 2^100 before float32 and bfloat16 overflow; rows in which it does
-    have the sum inf, and `repair.py` makes them again. A power of two costs no rounding.
-
-    Returns:
-        the new `m`, and the factor on O and the sums.
-    """
-    top = gl.convert_layout(gl.max(l, 1), m.type.layout, assert_trivial=True)
-    grows = (top > 16777216.0) & (top < float("inf"))
-    return gl.where(grows, m + 24.0 * (1.0 / unit), m), gl.where(grows, 1.0 / 16777216.0, 1.0)
-
-
-@gluon.jit
-def with_sink(m, l, view: View, unit, terms: Terms, C: gl.constexpr):
+def with_sink(top, l, view: View, terms: Terms, C: gl.constexpr):
     """Adds exp(sink) to the denominators: (base 2 maximum, denominator, factor on O)."""
-    top = m * unit
     factor = 1.0
     if C.has_sinks:
         head = view.tile.head

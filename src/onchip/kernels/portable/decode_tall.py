@@ -82,13 +82,8 @@ class Tall:
         return max(1, self.block_n // self.page_size) if self.page_size else 1
 
     @property
-    def num_walks(self) -> int:
-        """Loops over tiles: those that some row does not see in full, and the others."""
-        return 2
-
-    @property
-    def maxima(self) -> bool:
-        """Whether every step takes the maxima of its S."""
+    def has_words(self) -> bool:
+        """Whether P is handed from step to step as words: its tiles are walked in two loops."""
         return True
 
     def described(self, x: Tensor) -> TensorDescriptor:

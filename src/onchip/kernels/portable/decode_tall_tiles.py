@@ -307,7 +307,7 @@ def _step(
     alpha = gl.exp2(walk.m * n.scale - base)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(at.empty.index(count % STAGES), count=1)
-    acc = rescaled(acc, alpha, SPEC)
+    acc = rescaled(acc, alpha)
     weights = gl.exp2(s * n.scale - base[:, None])
     l = scaled_sums(walk.l, alpha) + row_sums(weights)
     p = packed(weights, at.q.dtype, SPEC)
