@@ -124,6 +124,22 @@ def test_what_it_takes():
     assert choose_decode(replace(problem, num_splits=1), 132).tall
 
 
+@pytest.mark.parametrize(
+    ("seqlen_q", "programs", "waits"),
+    [(16, 264, True), (16, 265, False), (32, 132, True), (32, 133, False)],
+)
+def test_programs_wait_for_others_only_where_all_run_at_once(seqlen_q, programs, waits):
+    from onchip.kernels.portable import decode_tall
+    from onchip.kernels.portable.decode_spec import decode_spec
+
+    call = build(replace(CASES["pages_of_16"], lengths_q=(seqlen_q,) * 4))
+    problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
+    config = replace(choose_decode(problem, 132), splits=2)
+    spec = decode_spec(config, problem, call.tensors)
+    assert bool(decode_tall.tall_of(spec, programs, 132).waits) == waits
+    assert not decode_tall.tall_of(replace(spec, merges=False), programs, 132).waits
+
+
 def test_calls_of_more_rows_than_a_tile_go_to_the_forward():
     problem = replace(_many_rows(), seqlen_k=4096, seqlen_q=64, batch=32)
     for batch in (1, 32):

@@ -19,7 +19,8 @@ import torch
 pytest.importorskip("triton")
 
 from onchip.kernels.hopper import arguments, repair, repeated
-from onchip.kernels.hopper.config import Config, choose_forward
+from onchip.kernels.hopper.config import Config, choose_forward, most_pieces
+from onchip.problem import Mask
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -307,3 +308,36 @@ def test_calls_that_mean_something_else_share_no_launch(monkeypatch):
 def test_the_first_warpgroup_multiplies_the_keys_of_the_last_tile_that_it_sees(case, keys):
     problem = build(replace(case, dim=128, dim_v=128)).problem
     assert arguments.code_for(choose_forward(problem), problem, 1).last_keys == keys
+
+
+def _few_queries(**changes):
+    case = Case((64,), (4096,), page=16, causal=True, heads=16, kv_heads=2, dim=128, dim_v=128)
+    return replace(build(case).problem, **{"num_heads": 64, "num_kv_heads": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "pieces"),
+    [
+        ({"seqlen_k": 32768}, 4),
+        ({"seqlen_k": 32768, "seqlen_q": 32}, 8),
+        ({"seqlen_k": 16384, "seqlen_q": 16, "batch": 8}, 2),
+        ({"batch": 32}, 1),
+        ({"seqlen_k": 256}, 1),
+        ({"seqlen_k": 32768, "mask": Mask(1000, 0)}, 1),
+    ],
+    ids=str,
+)
+def test_keys_of_few_tiles_are_cut(changes, pieces):
+    problem = _few_queries(**changes)
+    config = choose_forward(problem)
+    assert config.grouped
+    assert most_pieces(config, problem, 132) == pieces
+    code = arguments.code_for(config, problem, 132)
+    assert code.in_pieces == (pieces > 1) and bool(code.waits) == (pieces > 1)
+
+
+def test_which_calls_have_the_heads_of_a_group_side_by_side():
+    assert choose_forward(_few_queries()).grouped
+    for other in ({"seqlen_q": 128}, {"num_heads": 24}, {"num_heads": 8}, {"alibi": 1},
+                  {"head_dim": 192}):  # fmt: skip
+        assert not choose_forward(_few_queries(**other)).grouped, other

@@ -33,6 +33,7 @@ def _compiled(script: str, cases: list) -> list[dict]:
 def test_the_forward():
     shapes = [[dim, dim, name] for dim in DIMS for name in ("full", "causal")]
     pages = [[128, 128, "packed"], [64, 64, "terms"], [192, 128, "causal_unaligned"]]
+    pages += [[128, 128, "grouped"], [128, 128, "pieces"]]
     for used in _compiled("hopper_forward_compiles.py", shapes + pages):
         assert used["wgmma"] > 0, used
         assert not any(walk["spills"] for walk in used["walks"]), used
