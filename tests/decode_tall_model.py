@@ -87,7 +87,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     units, programs = problem.num_kv_heads * config.row_blocks, config.programs(problem, num_sms)
     outs = torch.full((units * programs, spec.kept, 128), torch.nan)
     stats = torch.full((units * programs, spec.kept, 2), torch.nan)
-    counters = torch.zeros(units * programs * 4, dtype=torch.int32)
+    counters = torch.zeros(units * programs * (spec.rows // 32), dtype=torch.int32)
     small = spec.pages_in_tile > 1
     height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]

@@ -12,7 +12,8 @@ In the narrow walk (few rows) tokens are the M side of the matrix products and r
 whose least size is 8. The tokens of a tile are dealt to as many groups as there are warps; each
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
 once, at the end. The wide walk (more rows) has rows as M and one set of statistics. On Hopper
-one query a sequence and many rows have walks of their own (`decode_direct`, `decode_tall`).
+one query a sequence and many rows have walks of their own (`decode_direct`, `decode_tall`), which
+merge in their own launch.
 
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
 at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
@@ -388,8 +389,9 @@ class Plan:
         self.lse_shape = (*rows[:-1], problem.num_heads, rows[-1])
         units = problem.num_kv_heads * config.row_blocks
         programs = config.programs(problem, num_sms)
-        # The tall walk has two counters for each piece and warpgroup.
-        num_counters = units * programs * 4 if config.tall else problem.batch * units
+        num_counters = problem.batch * units
+        if config.tall:  # two for each piece and warpgroup
+            num_counters = units * programs * (spec.rows // 32)
         self.room = (units * programs * spec.kept, spec.width_v, num_counters)
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
         self.tall = None
