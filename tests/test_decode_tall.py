@@ -142,9 +142,12 @@ def test_programs_wait_for_others_only_where_all_run_at_once(seqlen_q, programs,
 
 def test_calls_of_more_rows_than_a_tile_go_to_the_forward():
     problem = replace(_many_rows(), seqlen_k=4096, seqlen_q=64, batch=32)
-    for batch in (1, 32):
-        assert dispatch.choose(replace(problem, batch=batch)).name == "hopper"
-        assert dispatch.choose(replace(problem, batch=batch, seqlen_q=32)).name == "decode"
+    chosen = (
+        (32, 64, "hopper"), (16, 64, "hopper"), (1, 64, "decode"),  # as many tiles as half the SMs
+        (64, 32, "decode"), (128, 32, "hopper"), (128, 16, "decode"),  # 128 rows, and 64
+    )  # fmt: skip
+    for batch, seqlen_q, name in chosen:
+        assert dispatch.choose(replace(problem, batch=batch, seqlen_q=seqlen_q)).name == name
     # What it does not put side by side, and what must be cut as it is told.
     assert dispatch.choose(replace(problem, num_heads=6)).name == "decode"
     assert dispatch.choose(replace(problem, num_splits=1)).name == "decode"

@@ -92,6 +92,9 @@ PIECES = {
     "packed": (Case((20, 0, 7), (1300, 9, 600), packed=True, causal=True, **GROUPS_OF_4), 30),
     "full": (Case((40,), (1100,), used=True, heads=8, kv_heads=1), 30),
     "dense": (Case((100,), (1000,), causal=True, heads=4, kv_heads=2), 20),
+    # Without a value that is not finite nothing is made again.
+    "finite": (Case((20, 20), (900, 900), causal=True, heads=16), 20),
+    "finite_pairs": (Case((20, 20), (600, 600), causal=True, heads=16), 12),
     "rising": (Case((20,), (1500,), causal=True, **GROUPS_OF_4), 20),
 }
 POISONED = Case((170,), (170,), heads=1, causal=True)

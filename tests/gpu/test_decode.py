@@ -170,8 +170,9 @@ TALL = {
 
 
 def cut_configs(decode, call):
-    """Five pieces, and pieces cut on the device."""
-    return list(configs(decode, call))[1:]
+    """Five pieces, two, as many as a launch merges, and pieces cut on the device."""
+    five, *balanced = list(configs(decode, call))[1:]
+    return [five, replace(five, splits=2), replace(five, splits=12), *balanced]
 
 
 @pytest.mark.parametrize("name", TALL)

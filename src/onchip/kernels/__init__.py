@@ -230,13 +230,16 @@ def is_grouped(problem: Problem) -> bool:
 
 def _reads_once(problem: Problem) -> bool:
     """Whether the Hopper forward reads K and V once for so many rows, and cuts keys as needed."""
+    # H200, 2026-11-30, us, 8 heads of K, here and by the decode: 512 rows, 3 sequences of 16k 197
+    # and 212, one of 32k 121 and 121; 128 rows, 32 of 4k 143 and 146, 8 of 16k, whose keys must be
+    # cut, 147 and 143; 64 rows, 32 of 4k 140 and 129.
     rows = problem.seqlen_q * problem.group
-    # H200, 2026-11-30, 128 rows, us: 32 sequences of 4k and 8 heads of K 143 by the forward and
-    # 146, 8 of 16k, whose keys must be cut, 147 and 143; of 64 rows 32 of 4k 140 and 129.
-    many = rows > 64 and problem.batch * problem.num_kv_heads >= 2 * NUM_SMS - 16
+    tiles = problem.batch * problem.num_kv_heads * -(-rows // TILE_ROWS)
+    fewest = NUM_SMS // 2 - 2 if rows > TILE_ROWS else 2 * NUM_SMS - 16
     return (
         is_grouped(problem)
-        and (rows > TILE_ROWS or many)
+        and rows > TILE_ROWS // 2
+        and tiles >= fewest
         and problem.head_dim == 128
         and problem.dtype == problem.kv_dtype
         and problem.mask.left < 0

@@ -1,14 +1,11 @@
 """What several programs found for 64 rows, one for each piece of the keys, is put together.
 
-Method: each program puts aside what it has and counts itself as come. The last one to come
-merges all pieces, 16 rows after 16 rows, and whoever still waits then helps: rows are handed out
-by a second counter. Nobody must wait: a program that has looked for the others some times in
-vain leaves, and where programs are more than run at once none waits. Pieces are added in their
-order, so no bit of the result depends on who does it. The last to leave clears the counters.
-
-H200, 2026-11-30, one sequence of 32k keys, 128 rows, 16 pieces: a tree of fours whose last
-comers merged alone took 15 us longer than a launch that merges, since a multiprocessor reads
-64 KiB of a piece in about 1.3 us.
+Method: each program puts aside what it has and counts itself as come. Of two pieces the last
+comer adds the other one to its own. Of more it merges all, 16 rows after 16 rows, and whoever
+still waits then helps: rows are handed out by a second counter. Nobody must wait: a program that
+has looked for the others some times in vain leaves, and where programs are more than run at once
+none waits. Who comes last changes no bit of the result: several pieces are added in their order,
+and the weights of two are powers of two, which are exact. The last to leave clears the counters.
 
 Legend: D_v head dimension, KEPT rows of a program that can exist, W number of a warpgroup.
 """
@@ -52,7 +49,29 @@ def _counter(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.const
 
 
 @gluon.jit
-def _put_aside(acc, top, total, piece, to: Partials, W: gl.constexpr, KEPT: gl.constexpr):
+def _from_l2(place, mask, other):
+    """What another SM wrote."""
+    return gl.load(place, mask=mask, other=other, cache_modifier=".cg")
+
+
+@gluon.jit
+def _ceiling(x):
+    return gl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32,
+                                     is_pure=True, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def in_whole_powers(acc, top, total):
+    """The same outputs (64, D_v) and sums (64,) with a maximum that is a whole number."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    ceiling = _ceiling(top)
+    factor = gl.exp2(top - ceiling)
+    return acc * gl.convert_layout(factor, ROWS)[:, None], ceiling, total * factor
+
+
+@gluon.jit
+def put_aside(acc, top, total, piece, to: Partials, W: gl.constexpr, KEPT: gl.constexpr):
+    """Stores what is known of 64 rows from piece number `piece` of all."""
     LAYOUT: gl.constexpr = acc.type.layout
     WIDTH: gl.constexpr = acc.shape[1]
     row = W * 64 + gl.arange(0, 64, top.type.layout)
@@ -66,24 +85,54 @@ def _put_aside(acc, top, total, piece, to: Partials, W: gl.constexpr, KEPT: gl.c
 
 
 @gluon.jit
-def all_came(
-    acc, top, total, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
-    KEPT: gl.constexpr, WAITS: gl.constexpr,
-):  # fmt: skip
-    """Puts a piece's outputs (64, D_v), maxima and sums (64,) aside.
-
-    Returns:
-        Whether all pieces of the sequence are there now, or after some waiting.
-    """
-    _put_aside(acc, top, total, branch.first + branch.index, to, W, KEPT)
+def come(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Counts a piece that was put aside; how many have come."""
     wait_for_all()  # all threads' stores come before the one thread's count
+    return gl.atomic_add(_counter(branch, to, W, WARPGROUPS), 1, sem="acq_rel") + 1
+
+
+@gluon.jit
+def with_other(
+    acc, top, total, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """The last comer's piece with the other one of two, both `in_whole_powers`."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    WIDTH: gl.constexpr = acc.shape[1]
+    other = branch.first + 1 - branch.index
+    row = W * 64 + gl.arange(0, 64, top.type.layout)
+    at = gl.cast(other, gl.int64) * KEPT + row
+    other_top = _from_l2(to.stats + at * 2, row < KEPT, LOWEST)
+    other_total = _from_l2(to.stats + at * 2 + 1, row < KEPT, 0.0)
+    out_row = W * 64 + gl.arange(0, 64, ROWS)
+    place = (gl.cast(other, gl.int64) * KEPT + out_row) * WIDTH
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    out = _from_l2(to.out + place[:, None] + column[None, :], (out_row < KEPT)[:, None], 0.0)
+    gl.store(_counter(branch, to, W, WARPGROUPS), 0)
+    both = gl.maximum(top, other_top)
+    weight = gl.exp2(top - both)
+    other_weight = gl.exp2(other_top - both)
+    # A sum that overflowed stays so, whatever its weight.
+    own = gl.where(total < float("inf"), total * weight, total)
+    others = gl.where(other_total < float("inf"), other_total * other_weight, other_total)
+    acc = acc * gl.convert_layout(weight, ROWS)[:, None]
+    acc += out * gl.convert_layout(other_weight, ROWS)[:, None]
+    return acc, both, own + others
+
+
+@gluon.jit
+def all_came(
+    num_come, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
+    WAITS: gl.constexpr,
+):  # fmt: skip
+    """Whether all pieces of the sequence are there, now or after some waiting."""
     counter = _counter(branch, to, W, WARPGROUPS)
-    come = gl.atomic_add(counter, 1, sem="acq_rel") + 1
-    tries = come * 0
-    while (come < branch.count) & (tries < WAITS):
-        come = gl.atomic_add(counter, 0, sem="acquire")
+    tries = num_come * 0
+    while (num_come < branch.count) & (tries < WAITS):
+        num_come = gl.atomic_add(counter, 0, sem="acquire")
         tries += 1
-    return come == branch.count
+    return num_come == branch.count
 
 
 @gluon.jit
@@ -99,12 +148,6 @@ def leave(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexp
     if gl.atomic_add(counter + 2, 1, sem="acq_rel") == branch.count - 1:
         for i in gl.static_range(3):
             gl.store(counter + i, 0)
-
-
-@gluon.jit
-def _from_l2(place, mask, other):
-    """What another SM wrote."""
-    return gl.load(place, mask=mask, other=other, cache_modifier=".cg")
 
 
 @gluon.jit

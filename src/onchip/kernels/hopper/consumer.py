@@ -15,9 +15,13 @@ from onchip.kernels.gluon_pieces import (
     SLABS,
     Branch,
     all_came,
+    come,
+    in_whole_powers,
     leave,
     merged,
     next_slab,
+    put_aside,
+    with_other,
 )
 from onchip.kernels.hopper.barriers import (
     meet_other_launches,
@@ -337,16 +341,25 @@ def _put_together(
     KEPT: gl.constexpr = C.block_m
     WIDTH: gl.constexpr = C.width_v
     WAITS: gl.constexpr = C.waits
-    if all_came(acc, top, l, branch, to.partials, W, WARPGROUPS, KEPT, WAITS):
-        slab = next_slab(branch, to.partials, W, WARPGROUPS)
-        while slab < SLABS:
-            sums, maxima, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
-            first = W * 64 + slab * SLAB
-            part = View(view.tile, view.tile.row + first, rows - first, view.columns, view.slope)
-            out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
-            store_rows(out.to(o.dtype), part, to, n, C)
+    acc, top, l = in_whole_powers(acc, top, l)
+    put_aside(acc, top, l, branch.first + branch.index, to.partials, W, KEPT)
+    num_come = come(branch, to.partials, W, WARPGROUPS)
+    if branch.count == 2:
+        if num_come == 2:
+            acc, top, l = with_other(acc, top, l, branch, to.partials, W, WARPGROUPS, KEPT)
+            _hand_over(acc, top, l, l == float("inf"), o, view, terms, to, n, C)
+    else:
+        if all_came(num_come, branch, to.partials, W, WARPGROUPS, WAITS):
             slab = next_slab(branch, to.partials, W, WARPGROUPS)
-    leave(branch, to.partials, W, WARPGROUPS)
+            while slab < SLABS:
+                sums, maxima, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
+                first = W * 64 + slab * SLAB
+                part = View(view.tile, view.tile.row + first, rows - first, view.columns,
+                            view.slope)  # fmt: skip
+                out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
+                store_rows(out.to(o.dtype), part, to, n, C)
+                slab = next_slab(branch, to.partials, W, WARPGROUPS)
+        leave(branch, to.partials, W, WARPGROUPS)
 
 
 @gluon.jit

@@ -74,6 +74,8 @@ def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     index = view.row + gl.arange(0, out.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     start = (tile.q_start + query_of(index, C)).to(gl.int64) * n.num_heads
+    if not C.packed_q:
+        start += gl.cast(tile.batch * n.num_heads, gl.int64) * n.seqlen_q
     if C.heads > 1:
         start += tile.head * C.heads + index % C.heads
     else:

@@ -88,12 +88,18 @@ class DecodeSpec:
 
 #: Entries of a piece's output that the last program merges at once; more take a launch.
 _MERGED_AT_ONCE = 1024
+#: Pieces of a sequence that the tall walk's programs merge among themselves. H200, 2026-11-30, one
+#: of 32k, us, so and by a launch: 64 rows, 33 pieces 49.5 and 43.9, 128 rows, 16 pieces 53.8 and
+#: 46.3, 256 rows, 8 pieces 71.5 and 76.2.
+_MOST_AMONG_THEMSELVES = 8
 #: Entries of a program of that launch.
 _MERGED_APART = 512
 
 
 def _merged_rows(config: DecodeConfig, kept: int, problem: Problem) -> int:
     kept, width_v = min(kept, config.rows), padded(problem.head_dim_v)
+    if config.tall and (config.splits <= _MOST_AMONG_THEMSELVES or config.balanced):
+        return 0
     if kept * width_v <= _MERGED_AT_ONCE:
         return 0
     return max(1, min(kept, _MERGED_APART // width_v))
@@ -132,8 +138,7 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
         merges=cut,
-        # The tall walk's programs merge among themselves.
-        merged_rows=_merged_rows(config, kept, problem) if cut and not config.tall else 0,
+        merged_rows=_merged_rows(config, kept, problem) if cut else 0,
         by_word=problem.arch.startswith("sm_"),
     )
 

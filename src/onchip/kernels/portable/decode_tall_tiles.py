@@ -19,7 +19,18 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.gluon_pieces import SLABS, Branch, all_came, leave, merged, next_slab
+from onchip.kernels.gluon_pieces import (
+    SLABS,
+    Branch,
+    all_came,
+    come,
+    in_whole_powers,
+    leave,
+    merged,
+    next_slab,
+    put_aside,
+    with_other,
+)
 from onchip.kernels.gluon_rows import (
     base_of,
     operand,
@@ -338,21 +349,39 @@ def _attend(
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
     top = gl.where(l == 0.0, _LOWEST, walk.m * n.scale)
     if SPEC.merges:
-        first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
-        branch = Branch(first, piece.index, piece.count)
-        WARPGROUPS: gl.constexpr = SPEC.rows // 64
         if piece.count == 1:
             _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
         else:
-            if all_came(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept, SPEC.waits):
+            _put_together(acc, top, l, rows, to, piece, n, W, HAS_SINKS, SPEC)
+    else:
+        _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+
+
+@gluon.jit
+def _put_together(
+    acc, top, l, rows: Rows, to: Results, piece: Piece, n: Numbers, W: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
+    """Joins a piece with its sequence's others, or leaves that to the launch that merges."""
+    WARPGROUPS: gl.constexpr = SPEC.rows // 64
+    first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
+    branch = Branch(first, piece.index, piece.count)
+    acc, top, l = in_whole_powers(acc, top, l)
+    put_aside(acc, top, l, first + piece.index, to.partials, W, SPEC.kept)
+    if SPEC.merged_rows == 0:
+        num_come = come(branch, to.partials, W, WARPGROUPS)
+        if piece.count == 2:
+            if num_come == 2:
+                acc, top, l = with_other(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept)
+                _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+        else:
+            if all_came(num_come, branch, to.partials, W, WARPGROUPS, SPEC.waits):
                 slab = next_slab(branch, to.partials, W, WARPGROUPS)
                 while slab < SLABS:
                     out, maxima, sums, row = merged(slab, branch, to.partials, W, SPEC.kept, 128)
                     _finish(out, maxima, sums, piece.row_start + row, to, piece, n, HAS_SINKS, SPEC)
                     slab = next_slab(branch, to.partials, W, WARPGROUPS)
             leave(branch, to.partials, W, WARPGROUPS)
-    else:
-        _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
 
 
 @gluon.jit
