@@ -130,6 +130,16 @@ def _entries() -> list[dict]:
         config = asdict(choose_forward(build(case).problem))
         entry = {"name": f"{name}-{dim}-{rise}", "case": case, "config": config, "rise": rise}
         found.append(entry)
+    # Bases that lag, which bfloat16 has and float16 can test.
+    for dim, name, rise in (
+        (64, "full", OVERFLOWING), (64, "causal", OVERFLOWING), (64, "causal_long", OVERFLOWING),
+        (64, "sinks_long", OVERFLOWING), (64, "more_keys", 1.0), (128, "full", 1.0),
+        (128, "packed_causal", 1.0), (64, "edge", 1.0), (256, "window", 1.0),
+    ):  # fmt: skip
+        case = replace(SUMMED.get(name) or CASES[name], dim=dim, dim_v=dim, dtype=torch.float16)
+        config = asdict(replace(choose_forward(build(case).problem), lags=True))
+        entry = {"name": f"lags-{name}-{dim}", "case": case, "config": config, "rise": rise}
+        found.append(entry)
     # Two blocks of rows that lie apart: one warpgroup passes over several K/V tiles.
     for dim, length in ((64, 64), (64, 200), (64, 1000), (128, 650)):
         case = Case((length,), (length,), heads=2, causal=True, dim=dim, dim_v=dim)

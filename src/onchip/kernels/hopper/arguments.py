@@ -131,7 +131,7 @@ class Code:
     @property
     def has_words(self) -> bool:
         """Whether P is handed from step to step as words of two neighbours."""
-        return self.num_walks > 1 or not self.maxima
+        return self.num_walks > 1 or not (self.maxima or self.lags)
 
     @property
     def is_halved(self) -> bool:

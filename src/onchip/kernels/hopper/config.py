@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from onchip.kernels import NUM_SMS, is_grouped
 from onchip.problem import Layout, Problem
 
@@ -36,6 +38,8 @@ class Config:
             both ("kv") or none (""); see `barriers.release`.
         maxima: whether every step takes the maxima of its S; without, a step whose tile is seen
             in full has the base of the step before, unless weights grow too large (`weights.py`).
+        lags: whether bases then follow the sums of earlier steps instead, which needs the range
+            of bfloat16 (`softmax.grown`).
         q_in_registers: whether Q is an operand in registers rather than in shared memory.
         folded: whether a tile is two blocks of 64 rows, one as far from the first row as the
             other from the last: causal tiles are then alike. Only where each CTA has one tile.
@@ -56,6 +60,7 @@ class Config:
     registers: int
     pins: str = ""
     maxima: bool = False
+    lags: bool = False
     q_in_registers: bool = False
     folded: bool = False
     grouped: bool = False
@@ -98,20 +103,24 @@ def choose_forward(problem: Problem) -> Config:
     """The forward's config for a problem: a pure function, no device is asked."""
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     causal = problem.mask.right >= 0
-    # Without maxima they spill, and ALiBi's logits may rise all along the keys.
+    # ALiBi's logits may rise all along the keys, by more than float32's range within a tile.
     laden = problem.softcap > 0 or problem.alibi > 0
     if width != width_v:  # O does not fit into Q's buffer
         return replace(_DEEP, maxima=laden)
     grouped = is_grouped(problem)
     if laden:
         return replace(_LADEN[width], maxima=True, grouped=grouped)
+    is_long = problem.seqlen_k > _LONG
+    config = _CONFIGS[width, causal]
+    if causal and width == 64 and is_long:
+        config = _TALL_64_CAUSAL
     if grouped and width == 64:  # three warpgroups spill beside what merges pieces
-        return replace(_USUAL_64, grouped=True)
-    config = replace(_CONFIGS[width, causal], grouped=grouped)
+        config = _USUAL_64
+    config = replace(config, grouped=grouped)
+    if config.lags and (problem.dtype != torch.bfloat16 or (causal and is_long)):
+        config = replace(config, lags=False)
     if width < 256 and _is_single(problem) and not grouped:
         return replace(config, folded=True, turns=False)
-    if (width, causal) == (64, True) and problem.seqlen_k > _LONG:
-        return _TALL_64
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
@@ -157,15 +166,20 @@ _DEEP = replace(_WIDE, stages=3, pins="v")
 # 1.03 and 1.06, 4k 1.05 and 1.02, 8k 1.06 and 0.97; packed, up to 4k, 1.12 and 1.05.
 _LONG = 2048
 _TALL_64 = Config(3, 128, 3, q_buffers=3, turns=True, late=False, registers=160, pins="k")
+# Keys' releases pinned / not: 4k 1.054 / 1.086, 16k 1.091 / 1.133.
+_TALL_64_CAUSAL = replace(_TALL_64, pins="")
 _USUAL_64 = Config(2, 128, 3, q_buffers=3, turns=True, late=False, registers=240, pins="k")
 _USUAL_128 = Config(2, 128, 2, q_buffers=3, turns=True, late=False, registers=240)
 _LADEN = {64: _USUAL_64, 128: _USUAL_128, 256: _WIDE}
+# bfloat16 with bases that lag / move within the step: D = 64 full 16k 1.098 / 1.070, causal 1k
+# 1.323 / 1.254; 128 causal 1k 1.083 / 1.059, one sequence of 2k 1.090 / 1.071, but 4k 1.043 /
+# 1.047, 16k 1.034 / 1.049; full 4k 1.058 / 1.085; 256 1.035 / 1.051.
 _CONFIGS = {
-    (64, False): _TALL_64,
-    (64, True): _USUAL_64,
+    (64, False): replace(_TALL_64, lags=True),
+    (64, True): replace(_USUAL_64, lags=True),
     # Q in registers: 0.990 against 0.982 full; causal 0.956 against 0.977, where it spills.
     (128, False): replace(_USUAL_128, q_in_registers=True),
-    (128, True): _USUAL_128,
+    (128, True): replace(_USUAL_128, lags=True),
     (256, False): _WIDE,
     (256, True): _WIDE,
 }

@@ -43,6 +43,7 @@ from onchip.kernels.hopper.shared import Outputs, Shared, plane
 from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
+    grown,
     in_each_thread,
     logits,
     operand,
@@ -201,15 +202,18 @@ def _step(
     """One K/V tile further; Q's buffer `i` became full in `phase`."""
     BN: gl.constexpr = C.block_n
     MAXIMA: gl.constexpr = MASKED or C.maxima
+    MOVES: gl.constexpr = not (MAXIMA or C.lags)
     unit = unit_of(terms, C)
     s = _scores(i, walk.q, count + 1, True, at, BN, W, C)
     acc = _product(walk, count, at, C)
     pass_turn((W + 1) % C.warpgroups, C)
+    m = walk.m
+    if not (MAXIMA or MOVES):  # while the tensor cores work
+        m, factor = grown(m, walk.l)
     s = warpgroup_mma_wait(1, deps=[s])
     if C.late:
         release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
-    m = walk.m
     if MASKED:
         s = masked(s, key, view, n, False, C)
     if MAXIMA:
@@ -222,21 +226,21 @@ def _step(
         release(count + 1, 0, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-        if MAXIMA:
-            acc = rescaled(acc, factor)
+        if not MOVES:
+            acc = rescaled(acc, factor, C)
     weights = weights_of(s, unit, base)
     sums = row_sums(weights)
     if C.late:  # the compiler does not move the wait for O over a wait for an mbarrier
         mbarrier.wait(at.q_full.index(i), phase)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(count, 1, C)
-    if MAXIMA:
+    if MOVES:
+        p, acc, l, m = packed_in_range(weights, sums, walk.p, acc, walk.l + sums, m, at.q.dtype)
+    else:
         p = packed(weights, at.q.dtype, C)
         l = walk.l * factor + sums
         if C.late:
-            acc = rescaled(acc, factor)
-    else:
-        p, acc, l, m = packed_in_range(weights, sums, walk.p, acc, walk.l + sums, m, at.q.dtype)
+            acc = rescaled(acc, factor, C)
     return Walk(p, acc, m, l, walk.q)
 
 

@@ -72,6 +72,22 @@ def unit_of(terms: Terms, C: gl.constexpr):
 
 
 @gluon.jit
+def grown(m, l):
+    """What the next tile's S is held against in place of its maximum, where bases lag.
+
+    A sum tells how far the logits so far have risen above `m`: beyond 2^24 it moves on. P of the
+    next tile may exceed that by 2^100 before float32 and bfloat16 overflow; rows in which it does
+    have the sum inf, and `repair.py` makes them again. A power of two costs no rounding.
+
+    Returns:
+        the new `m`, and the factor on O and the sums.
+    """
+    top = in_each_thread(gl.max(l, 1), l)
+    grows = (top > 16777216.0) & (top < float("inf"))
+    return gl.where(grows, m + 24.0, m), gl.where(grows, 1.0 / 16777216.0, 1.0)
+
+
+@gluon.jit
 def with_sink(top, l, view: View, terms: Terms, C: gl.constexpr):
     """Adds exp(sink) to the denominators: (base 2 maximum, denominator, factor on O)."""
     factor = 1.0

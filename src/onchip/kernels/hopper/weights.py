@@ -4,7 +4,8 @@ P = 2^(logit - base). With maxima the base is a row's largest logit so far. With
 largest one of the tiles that an edge cuts, or of the first, until weights come near the end of
 P's range. The sums of a thread's weights tell that: a warp votes on them, and in almost no step
 goes into a branch that multiplies the weights of the rows concerned, which are still in float32,
-by a power of two, and with them the sums and O so far.
+by a power of two, and with them the sums and O so far. That is the last thing in a step, which
+bfloat16 need not wait for: where it is quicker its bases lag (`softmax.grown`).
 
 No base is far above its row's maximum, so that no weight is lost that maxima would keep. But the
 largest weight is 1 with maxima, which float16 rounds to itself, and here any number.
@@ -93,6 +94,25 @@ def _constraints(n, num_words, num_sums):
 
 
 @gluon.constexpr_function
+def _products(n):
+    """Assembly: a thread's n values of two rows, times the rows' factors if the warp has one not 1.
+
+    Operands: results, values, factors; values lie in turns of two for each of the rows.
+    """
+    factors = (2 * n, 2 * n + 2)
+    moves = " ".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
+    tests = f"setp.ne.f32 p, ${factors[0]}, 1.0; setp.ne.or.f32 p, ${factors[1]}, 1.0, p;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${factors[i // 2 % 2]};" for i in range(n))
+    vote = "vote.sync.any.pred p, p, 0xffffffff; @!p bra over;"
+    return f"{{ .reg .pred p; {moves} {tests} {vote} {products} over: }}"
+
+
+@gluon.constexpr_function
+def _constraints_of_products(n):
+    return ",".join(["=&f"] * n + ["f"] * (2 * n))
+
+
+@gluon.constexpr_function
 def _types(num_words, num_floats):
     return (gl.int32,) * num_words + (gl.float32,) * num_floats
 
@@ -106,10 +126,19 @@ def weights_of(s, unit, base):
 
 
 @gluon.jit
-def rescaled(acc, factor):
-    """O times a factor for each row."""
+def rescaled(acc, factor, C: gl.constexpr):
+    """O times a factor for each row, which is 1 in almost every step where bases lag."""
     x = in_fours(acc)
-    x = gl.reshape(x * beside(factor, x), [64, acc.shape[1]])
+    factor = beside(factor, x)
+    if C.lags:
+        N: gl.constexpr = acc.shape[1] // 2
+        ASM: gl.constexpr = _products(N)
+        OPERANDS: gl.constexpr = _constraints_of_products(N)
+        x = gl.inline_asm_elementwise(ASM, OPERANDS, [x, factor], dtype=gl.float32, is_pure=True,
+                                      pack=N)  # fmt: skip
+    else:
+        x = x * factor
+    x = gl.reshape(x, [64, acc.shape[1]])
     return gl.convert_layout(x, acc.type.layout, assert_trivial=True)
 
 
