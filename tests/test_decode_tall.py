@@ -143,7 +143,7 @@ def test_programs_wait_for_others_only_where_all_run_at_once(seqlen_q, programs,
 def test_calls_of_more_rows_than_a_tile_go_to_the_forward():
     problem = replace(_many_rows(), seqlen_k=4096, seqlen_q=64, batch=32)
     chosen = (
-        (32, 64, "hopper"), (16, 64, "hopper"), (1, 64, "decode"),  # as many tiles as half the SMs
+        (32, 64, "hopper"), (8, 64, "hopper"), (7, 64, "decode"),  # 32 tiles, and 28
         (64, 32, "decode"), (128, 32, "hopper"), (128, 16, "decode"),  # 128 rows, and 64
     )  # fmt: skip
     for batch, seqlen_q, name in chosen:

@@ -231,11 +231,11 @@ def is_grouped(problem: Problem) -> bool:
 def _reads_once(problem: Problem) -> bool:
     """Whether the Hopper forward reads K and V once for so many rows, and cuts keys as needed."""
     # H200, 2026-11-30, us, 8 heads of K, here and by the decode: 512 rows, 3 sequences of 16k 197
-    # and 212, one of 32k 121 and 121; 128 rows, 32 of 4k 143 and 146, 8 of 16k, whose keys must be
-    # cut, 147 and 143; 64 rows, 32 of 4k 140 and 129.
+    # and 212, one of 32k 120 and 122; 256 rows, one of 32k 79 and 70; 128 rows, 32 of 4k 143 and
+    # 146, 8 of 16k, whose keys must be cut, 147 and 143; 64 rows, 32 of 4k 140 and 129.
     rows = problem.seqlen_q * problem.group
     tiles = problem.batch * problem.num_kv_heads * -(-rows // TILE_ROWS)
-    fewest = NUM_SMS // 2 - 2 if rows > TILE_ROWS else 2 * NUM_SMS - 16
+    fewest = NUM_SMS // 4 - 1 if rows > TILE_ROWS else 2 * NUM_SMS - 16
     return (
         is_grouped(problem)
         and rows > TILE_ROWS // 2

@@ -89,8 +89,8 @@ class DecodeSpec:
 #: Entries of a piece's output that the last program merges at once; more take a launch.
 _MERGED_AT_ONCE = 1024
 #: Pieces of a sequence that the tall walk's programs merge among themselves. H200, 2026-11-30, one
-#: of 32k, us, so and by a launch: 64 rows, 33 pieces 49.5 and 43.9, 128 rows, 16 pieces 53.8 and
-#: 46.3, 256 rows, 8 pieces 71.5 and 76.2.
+#: of 32k, us, so and by a launch: 64 rows, 33 pieces 49.5 and 43.2, 128 rows, 16 pieces 53.8 and
+#: 47.8, 256 rows, 8 pieces 70.4 and 76.2.
 _MOST_AMONG_THEMSELVES = 8
 #: Entries of a program of that launch.
 _MERGED_APART = 512
