@@ -30,6 +30,7 @@ FORWARDS = (
     *((128, 64, {"dtype": dtype}) for dtype in (HALF, torch.bfloat16)),
     *((64, None, {"seqlen_k": 2048, "causal": True, "dtype": dtype})
       for dtype in (HALF, torch.bfloat16)),
+    (128, None, {"seqlen_k": 2048, "causal": True}),
     *((dim, None, {"softcap": 30.0, "alibi": 2, "sinks": True}) for dim in DIMS),
     (128, None, {"packed": True, "used": True, "causal": True}),
 )  # fmt: skip

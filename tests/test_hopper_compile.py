@@ -61,6 +61,21 @@ def _main_walks(used: dict) -> list[dict]:
     return [w for w in used["walks"] if w["exps"] == exps]
 
 
+def test_bases_lag_in_bfloat16_only_and_where_walks_are_short():
+    causal = replace(PROBLEM, mask=Mask(right=0))
+    for dim, size in ((64, 1024), (128, 1024), (64, 4096), (128, 4096)):
+        problem = replace(causal, head_dim=dim, head_dim_v=dim, seqlen_q=size, seqlen_k=size,
+                          batch=16)  # fmt: skip
+        assert choose_forward(problem).lags == (size == 1024)
+        assert not choose_forward(replace(problem, dtype=torch.float16)).lags
+
+
+def test_few_long_tiles_are_folded():
+    problem = replace(PROBLEM, batch=1, num_heads=2, seqlen_q=4096, seqlen_k=4096, head_dim=64,
+                      head_dim_v=64, mask=Mask(right=0))  # fmt: skip
+    assert choose_forward(problem).folded
+
+
 def test_every_variant_fits_and_no_products_wait_for_each_other(compiled):
     assert len(compiled) == len(FAST + OTHERS)
     for used in compiled:

@@ -200,11 +200,12 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(forward, dim, p
             check(call, *forward.launch(call.problem, call.tensors))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_sums_that_overflow_are_made_again(forward, dim, causal):
+def test_sums_that_overflow_are_made_again(forward, dim, causal, dtype):
     """Keys that are walked last have logits that stand 2^128 above the others'."""
-    case = Case((1000, 1000), (1300, 1300), heads=4, dim=dim, dim_v=dim, dtype=BF16, causal=causal)
+    case = Case((1000, 1000), (1300, 1300), heads=4, dim=dim, dim_v=dim, dtype=dtype, causal=causal)
     call = build(case, "cuda")
     for x in (call.tensors.k[0], call.sequences[0][1]):
         x[:40] *= 60.0

@@ -110,17 +110,15 @@ def choose_forward(problem: Problem) -> Config:
     grouped = is_grouped(problem)
     if laden:
         return replace(_LADEN[width], maxima=True, grouped=grouped)
-    is_long = problem.seqlen_k > _LONG
-    config = _CONFIGS[width, causal]
-    if causal and width == 64 and is_long:
-        config = _TALL_64_CAUSAL
     if grouped and width == 64:  # three warpgroups spill beside what merges pieces
-        config = _USUAL_64
-    config = replace(config, grouped=grouped)
-    if config.lags and (problem.dtype != torch.bfloat16 or (causal and is_long)):
+        return replace(_USUAL_64, grouped=True)
+    config = replace(_CONFIGS[width, causal], grouped=grouped)
+    if problem.dtype != torch.bfloat16:
         config = replace(config, lags=False)
     if width < 256 and _is_single(problem) and not grouped:
         return replace(config, folded=True, turns=False)
+    if causal and problem.seqlen_k > _LONG:
+        return _TALL_64_CAUSAL if width == 64 else replace(config, lags=False)
     if config.q_in_registers and problem.head_dim < width:  # its columns are multiplied in pieces
         return replace(config, q_in_registers=False)
     return config
