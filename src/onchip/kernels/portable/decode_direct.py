@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
 from onchip.kernels.gluon_names import wait_for_all
-from onchip.kernels.portable.decode_cuts import located
+from onchip.kernels.portable.decode_cuts import dealt
 from onchip.kernels.portable.decode_direct_results import (
     LOWEST,
     finish,
@@ -76,10 +76,7 @@ def _tiles(length, first, SPEC: gl.constexpr):
 
 @gluon.jit
 def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program.
-
-    Unequal lengths are cut into about six pieces for each SM.
-    """
+    """Sequence, piece, pieces, first program and tiles of a piece; see `dealt`."""
     every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
     lengths = gl.load(seqused_k + every, mask=seen, other=0)
@@ -87,7 +84,7 @@ def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl
     if SPEC.has_first:
         first = gl.load(leftpad_k + every, mask=seen, other=0)
     _, tiles = _tiles(lengths, _edge(lengths, first, left, SPEC), SPEC)
-    return located(every, tiles, num_sequences, splits, 6 * num_sms, SPEC)
+    return dealt(every, tiles, num_sequences, splits, SPEC.sm_pieces * num_sms, SPEC)
 
 
 @gluon.jit
@@ -194,7 +191,7 @@ def attn_decode_direct(
             own_table = block_table + batch.to(gl.int64) * stride_table
             touched = _touch(own_table, index, splits, seqlen_k, SPEC)
     else:
-        batch, index, count, first_program = _locate(
+        batch, index, count, first_program, size = _locate(
             seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC
         )
         if batch >= num_sequences:
@@ -216,9 +213,8 @@ def attn_decode_direct(
         if SPEC.page_size > 0:
             settle(touched >> 1)  # whatever an entry past the end holds, it is no trap
     else:
-        # H200, 2026-11-30: one sequence of 128k beside 63 of 1k takes 193 us with runs of tiles,
-        # 206 with every so many'th.
-        size = gl.cdiv(tiles, count)
+        # H200, 2026-11-30: one sequence of 128k beside 63 of 1k takes 193 us with pieces of
+        # neighbouring tiles, 206 with every so many'th.
         start = first_tile + index * size
         stop = gl.minimum(start + size, first_tile + tiles)
         step = 1
