@@ -274,7 +274,9 @@ def test_programs_of_the_walk_in_gluon():
         shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "head_dim_v": 128}
         config = choose_decode(_on_gpu(call, dtype=bf16, **given, **shape), 132)
         assert config.direct and (config.num_warps, config.splits) == wanted, given
-        assert config.block_n == 16 * config.num_warps and config.num_stages == 3
+        is_light = kv_dtype == float8 and config.balanced
+        assert config.block_n == 16 * config.num_warps
+        assert config.num_stages == (2 if is_light else 3)
 
 
 def _dealt(tiles: list[int], programs: tuple[int, int], splits: int, num_pieces: int) -> list:

@@ -21,7 +21,9 @@ from onchip.problem import Layout, Problem
 MAX_SPLITS = 128
 #: Query rows (queries of a sequence x heads of a group) of one program, at most.
 MAX_ROWS = 64
-#: Pieces of unequal sequences that an SM gets in the direct walk.
+#: Pieces of unequal sequences that an SM gets in the direct walk. H200, 2026-11-30, with 6, 7 and
+#: 10, us: 64 sequences of log-uniform lengths 308, 302 and 304, two other such draws 383, 380 and
+#: 379 and 310, 312 and 309, one of 128k beside 63 of 1k 183, 196 and 197.
 _SM_PIECES = 7
 #: Fewest tiles in a piece, unless the caller says how many pieces there are.
 MIN_TILES = 2
@@ -44,9 +46,7 @@ class DecodeConfig:
         min_tiles: fewest tiles in a piece.
         direct: whether `decode_direct` walks.
         tall: whether `decode_tall` walks.
-        sm_pieces: pieces of unequal sequences that an SM gets, about. H200, 2026-11-30, the
-            direct walk with 6, 7 and 10, us: 64 sequences of log-uniform lengths 308, 303 and
-            304, one of 128k beside 63 of 1k 183, 196 and 197.
+        sm_pieces: pieces of unequal sequences that an SM gets, about.
     """
 
     rows: int
@@ -124,6 +124,10 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
+    if walks_direct and balanced and problem.kv_dtype.itemsize == 1:
+        # H200, 2026-11-30, 64 sequences of 8k, us: 247.5, 253.4 and 302 with 2, 3 and 4 stages;
+        # with 3 and fewer four programs run on an SM.
+        stages = 2
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
         splits, balanced, min_tiles, walks_direct, is_tall, _SM_PIECES if walks_direct else 3,
@@ -140,10 +144,9 @@ class _Tile:
     num_stages: int
 
 
-#: Of the direct walk. H200, 2026-11-30, us. Float8, 64 sequences of 8k: 256 and 258 with 2 and 3
-#: stages, with which four programs run on an SM, 303 with 4. 16 bit, one of 32k: 44.2 and 38.5 with
-#: 2 and 3. Two warps against four: 64 of 4k 241.9 and 240.4, 32 of 32k 946 and 941, in pages of 256
-#: 934 and 943, 128 of 8k 946 and 942, one of 32k 37.4 and 35.0.
+#: Of the direct walk. H200, 2026-11-30, us. One of 32k: 44.2 and 38.5 with 2 and 3 stages. Two
+#: warps against four: 64 of 4k 241.9 and 240.4, 32 of 32k 946 and 941, in pages of 256 934 and 943,
+#: 128 of 8k 946 and 942, one of 32k 37.4 and 35.0.
 _DIRECT_TILE = _Tile(rows=8, row_blocks=1, groups=4, block_n=64, num_warps=4, num_stages=3)
 
 

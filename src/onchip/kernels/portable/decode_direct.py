@@ -91,7 +91,7 @@ def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl
 def _touch(table, tile, step, seqlen_k, SPEC: gl.constexpr):
     """Asks for what four tiles need of the table, before the sequence's length is known.
 
-    Whoever waits for the result finds all of it in L1, where it need not be asked for in turn.
+    Once the result is there all of it is in L1. What entries past the end hold plays no part.
     """
     THREADS: gl.constexpr = 32 * gl.num_warps()
     every = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -104,7 +104,7 @@ def _start(k_ring, v_ring, start, stop, step, cache: Cache, SPEC: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """Starts the first copies; the page ids of the tile after them.
 
-    All ids are asked for before any copy begins: none waits for the one before.
+    All ids are asked for before any copy begins: no tile waits for another one's.
     """
     ids = (page_ids(cache, start, SPEC),)
     for s in gl.static_range(1, STAGES):
@@ -211,7 +211,7 @@ def attn_decode_direct(
             return
         start, stop, step = first_tile + index, first_tile + tiles, count
         if SPEC.page_size > 0:
-            settle(touched >> 1)  # whatever an entry past the end holds, it is no trap
+            settle(touched >> 1)  # halved: entries past the end may hold what traps
     else:
         # H200, 2026-11-30: one sequence of 128k beside 63 of 1k takes 193 us with pieces of
         # neighbouring tiles, 206 with every so many'th.

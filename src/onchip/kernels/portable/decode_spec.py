@@ -164,12 +164,15 @@ def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, ten
     inputs = (tensors.q, tensors.k, tensors.v)
     strides = [step // spec.vector for x in inputs for step in strides_of(x, is_packed(x))]
     table = tensors.block_table
+    seqlen_k = problem.seqlen_k
+    if table is not None:  # `decode_direct` reads a table's entries before it knows the lengths
+        seqlen_k = min(seqlen_k, table.shape[1] * problem.page_size)
     return (
         *strides,
         0 if table is None else table.stride(0),
         problem.batch,
         problem.seqlen_q,
-        problem.seqlen_k,
+        seqlen_k,
         problem.tokens_q,
         problem.num_heads,
         config.splits,
