@@ -43,7 +43,7 @@ def meet(acc, maximum, denominator, SPEC: gl.constexpr):
     """One set of statistics from those of the warps: (D, ROWS), (ROWS,), (ROWS,).
 
     They change places as they are and are added up inside of threads. H200, 2026-11-30, from a
-    piece's last tile to its end, merging not included: 2.1 us with reductions over warps, 1.0.
+    piece's last tile until it is put aside: 2.3 us with reductions over warps, 1.1 with this.
     """
     MET: gl.constexpr = _met(SPEC, gl.num_warps())
     OUTER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MET))
