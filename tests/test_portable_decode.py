@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,8 +262,8 @@ def test_programs_of_the_walk_in_gluon():
         (1, 32768, bf16, 8): (4, 16),
         (1, 32768, bf16, 1): (4, 32),
         (16, 4096, bf16, 16): (4, 1),
-        (32, 32768, bf16, 256): (2, 1),
-        (64, 4096, bf16, 16): (2, 1),
+        (32, 32768, bf16, 256): (4, 1),
+        (64, 4096, bf16, 16): (4, 1),
         (1, 4096, float8, 16): (4, 16),
         (1, 32768, float8, 16): (4, 32),
         (16, 4096, float8, 16): (4, 2),
@@ -273,7 +274,66 @@ def test_programs_of_the_walk_in_gluon():
         shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "head_dim_v": 128}
         config = choose_decode(_on_gpu(call, dtype=bf16, **given, **shape), 132)
         assert config.direct and (config.num_warps, config.splits) == wanted, given
-        assert config.block_n == 16 * config.num_warps and config.num_stages == 3
+        is_light = kv_dtype == float8 and config.balanced
+        assert config.block_n == 16 * config.num_warps
+        assert config.num_stages == (2 if is_light else 3)
+
+
+def _dealt(tiles: list[int], programs: tuple[int, int], splits: int, num_pieces: int) -> list:
+    """What `decode_cuts.dealt` gives each program of a head, computed by torch."""
+    from onchip.kernels.portable import decode_cuts
+
+    program = [0]
+    language = types.SimpleNamespace(
+        sum=lambda x, axis: int(x.sum()),
+        max=lambda x, axis: int(x.max()),
+        cdiv=lambda a, b: -(-a // b),
+        where=lambda c, a, b: (a if c else b) if isinstance(c, bool) else torch.where(c, a, b),
+        maximum=max,
+        associative_scan=lambda x, axis, combine: x.cumsum(axis),
+        program_id=lambda axis: program[0],
+        num_programs=lambda axis: programs[axis],
+        int32=torch.int32,
+        constexpr=None,
+    )
+    dealt = types.FunctionType(decode_cuts.dealt.fn.__code__, {"gl": language, "_add": None})
+    padded = torch.zeros(1 << len(tiles).bit_length(), dtype=torch.int32)
+    padded[: len(tiles)] = torch.tensor(tiles)
+    every, spec = torch.arange(len(padded)), types.SimpleNamespace(min_tiles=2)
+    found = []
+    for program[0] in range(programs[1]):
+        found.append(dealt(every, padded, len(tiles), splits, num_pieces, spec))
+    return found
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["equal", "log_uniform", "one_long", "with_empty", "all_empty"])
+def test_pieces_of_the_walk_in_gluon_cover_all_tiles_once(name, splits):
+    generator = torch.Generator().manual_seed(1)
+    lengths = {
+        "equal": [64] * 40,
+        "log_uniform": (512 ** torch.rand(64, generator=generator)).int().tolist(),
+        "one_long": [16] * 63 + [2048],
+        "with_empty": [0, 5, 1, 0, 2, 900, 0],
+        "all_empty": [0, 0, 0],
+    }[name]
+    heads, num_pieces = 8, 7 * 132
+    num_programs = len(lengths) + max(len(lengths) * (splits - 1), -(-num_pieces // heads))
+    found = _dealt(lengths, (heads, num_programs), splits, num_pieces)
+    walked = {sequence: [] for sequence in range(len(lengths))}
+    places = set()
+    for sequence, index, count, first_program, size in found:
+        if sequence >= len(lengths):
+            continue
+        tiles = range(index * size, min((index + 1) * size, lengths[sequence]))
+        assert index < count and (len(tiles) > 0 or lengths[sequence] == 0)
+        walked[sequence] += tiles
+        places.add(first_program + index)
+    assert all(sorted(walked[b]) == list(range(n)) for b, n in enumerate(lengths))
+    real = [x for x in found if x[0] < len(lengths)]
+    assert len(places) == len(real) and max(places) < num_programs
+    whole = [index * size + size <= lengths[b] for b, index, _, _, size in real]
+    assert whole == sorted(whole, reverse=True)  # short pieces come last
 
 
 SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")

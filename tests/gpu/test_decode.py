@@ -331,6 +331,32 @@ def test_a_cuda_graph_follows_changed_lengths_and_tables(batch, seqlen_q):
         torch.testing.assert_close(out[b : b + 1].double(), want, rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize("batch", [1, 200])
+def test_a_launch_waits_for_what_earlier_ones_write(batch):
+    """Launches overlap; queries, keys, tables and lengths change between them all the same."""
+    q, k, v, table = _cache(batch, 1500)
+    lengths = torch.full((batch,), 700, device="cuda", dtype=torch.int32)
+    tables = [table[:, torch.randperm(table.shape[1])].contiguous() for _ in range(8)]
+    tokens = torch.randint(1, 1500, (8, batch), device="cuda").int()
+    rows = [torch.randn_like(x) for x in (q, k)]
+
+    def step(i):
+        q.add_(rows[0], alpha=0.1)
+        k.add_(rows[1], alpha=0.1)
+        v.neg_()
+        table.copy_(tables[i])
+        lengths.copy_(tokens[i])
+        return onchip.attention_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)
+
+    first = [x.clone() for x in (q, k, v)]
+    at_once = [step(i) for i in range(8)]
+    for x, before in zip((q, k, v), first, strict=True):
+        x.copy_(before)
+    for i in range(8):
+        torch.cuda.synchronize()
+        assert torch.equal(step(i), at_once[i])
+
+
 def test_a_cache_of_more_than_2_31_elements():
     page, heads, dim = 256, 64, 128
     num_pages = (1 << 31) // (page * heads * dim) + 8

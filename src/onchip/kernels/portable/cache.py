@@ -134,6 +134,10 @@ def kv_append_portable(
     """One program: some heads of one new token, of K and V or, after those, of q."""
     token = tl.program_id(0)
     block = tl.program_id(1)
+    if SPEC.overlaps:  # the attention is set up meanwhile: see `decode_direct`
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+            [token], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     sequence, step = (token // num_new).to(tl.int64), token % num_new
     length = tl.load(seqlens + sequence)
     KV_BLOCKS: tl.constexpr = (SPEC.kv_heads + SPEC.heads_at_once - 1) // SPEC.heads_at_once
@@ -225,6 +229,7 @@ class AppendSpec:
         interleaved: whether pairs are (0, 1), (2, 3), ... and not halves.
         in_order: whether queries stand at the positions of the last new tokens, and not all of
             them at the first one's.
+        overlaps: whether launches overlap (programmatic dependent launch).
     """
 
     heads: int
@@ -236,6 +241,7 @@ class AppendSpec:
     rotary_pairs: int
     interleaved: bool
     in_order: bool
+    overlaps: bool
 
     @classmethod
     def of(cls, problem: Problem, new: NewTokens) -> AppendSpec:
@@ -245,7 +251,7 @@ class AppendSpec:
         pairs = 0 if new.rotary_cos is None else new.rotary_cos.shape[1]
         return cls(
             new.q.shape[2], problem.num_kv_heads, heads, problem.head_dim, problem.head_dim_v,
-            width, pairs, new.interleaved, new.in_order,
+            width, pairs, new.interleaved, new.in_order, problem.arch == "sm_90",
         )  # fmt: skip
 
     @property
@@ -276,7 +282,9 @@ class Append:
         grid = (k.shape[0] * k.shape[1], spec.blocks)
         index = k.device.index if k.device.type == "cuda" else -1
         # Fused multiplications would round otherwise than torch's rotation does.
-        self.run = Launch(kv_append_portable, grid, index, num_warps=4, enable_fp_fusion=False)
+        options = {"launch_pdl": True} if spec.overlaps else {}
+        self.run = Launch(kv_append_portable, grid, index, num_warps=4, enable_fp_fusion=False,
+                          **options)  # fmt: skip
 
     def outputs(self) -> tuple[Tensor | None, Tensor]:
         """Room for the rotated queries, if there are any, and for the lengths."""

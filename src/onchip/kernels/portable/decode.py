@@ -406,7 +406,7 @@ class Plan:
 
             self.numbers = (*self.numbers, stages)
             self.run = Launch(attn_decode_direct, (units, programs), index,
-                              num_warps=config.num_warps, maxnreg=128)  # fmt: skip
+                              num_warps=config.num_warps, maxnreg=128, launch_pdl=True)  # fmt: skip
         elif config.tall:
             from onchip.kernels.portable import decode_tall
 

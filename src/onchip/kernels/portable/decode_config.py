@@ -21,6 +21,10 @@ from onchip.problem import Layout, Problem
 MAX_SPLITS = 128
 #: Query rows (queries of a sequence x heads of a group) of one program, at most.
 MAX_ROWS = 64
+#: Pieces of unequal sequences that an SM gets in the direct walk. H200, 2026-11-30, with 6, 7 and
+#: 10, us: 64 sequences of log-uniform lengths 308, 302 and 304, two other such draws 383, 380 and
+#: 379 and 310, 312 and 309, one of 128k beside 63 of 1k 183, 196 and 197.
+_SM_PIECES = 7
 #: Fewest tiles in a piece, unless the caller says how many pieces there are.
 MIN_TILES = 2
 
@@ -42,6 +46,7 @@ class DecodeConfig:
         min_tiles: fewest tiles in a piece.
         direct: whether `decode_direct` walks.
         tall: whether `decode_tall` walks.
+        sm_pieces: pieces of unequal sequences that an SM gets, about.
     """
 
     rows: int
@@ -55,15 +60,14 @@ class DecodeConfig:
     min_tiles: int = MIN_TILES
     direct: bool = False
     tall: bool = False
+    sm_pieces: int = 3
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""
         if not self.balanced:
             return problem.batch * self.splits
         heads = problem.num_kv_heads * self.row_blocks
-        # H200, 2026-11-30, the direct walk with 3 and 6 pieces an SM, us: 64 sequences of
-        # log-uniform lengths 323 and 309, one of 128k beside 63 of 1k 194 and 193.
-        pieces = (6 if self.direct else 3) * num_sms
+        pieces = self.sm_pieces * num_sms
         return problem.batch + max(problem.batch * (self.splits - 1), -(-pieces // heads))
 
 
@@ -94,7 +98,7 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     if is_tall:
         tile = _tall_tile(problem)
     else:
-        tile = _direct_tile(problem, num_sms) if walks_direct else _tile(problem)
+        tile = _DIRECT_TILE if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_keys = problem.seqlen_k
     if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
@@ -107,7 +111,7 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         # With less work than that, balancing costs more at the start than it gains.
         balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
         # So many sequences that a grid would not hold their pieces too stay whole.
-        balanced = balanced and problem.batch + 6 * num_sms <= MAX_PIECES
+        balanced = balanced and problem.batch + _SM_PIECES * num_sms <= MAX_PIECES
         if walks_direct:
             two = _wants_two(problem, units * num_tiles // num_sms)
         elif is_tall:
@@ -120,9 +124,13 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
     stages = tile.num_stages
     if num_tiles <= 8 * splits and tile.groups > 0:
         stages = min(stages, 3)
+    if walks_direct and balanced and problem.kv_dtype.itemsize == 1:
+        # H200, 2026-11-30, 64 sequences of 8k, us: 247.5, 253.4 and 302 with 2, 3 and 4 stages;
+        # with 3 and fewer four programs run on an SM.
+        stages = 2
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles, walks_direct, is_tall,
+        splits, balanced, min_tiles, walks_direct, is_tall, _SM_PIECES if walks_direct else 3,
     )  # fmt: skip
 
 
@@ -136,18 +144,10 @@ class _Tile:
     num_stages: int
 
 
-def _direct_tile(problem: Problem, num_sms: int) -> _Tile:
-    """What `_tile` is for the other walks; with splits given, batch plays no part in it.
-
-    H200, 2026-11-30, float8, 64 sequences of 8k: 256 and 258 us with 2 and 3 stages, with which
-    four programs run on an SM, 303 with 4. 16 bit, one of 32k: 44.2 and 38.5 with 2 and 3.
-
-    H200, 2026-11-30, two warps against four, us: 32 sequences of 32k 932 and 939, 64 of 4k 243.4
-    and 244.1, one of 32k 42.5 and 38.5. Of programs of two warps four run on an SM.
-    """
-    is_many = not problem.num_splits and problem.batch * problem.num_kv_heads > num_sms
-    warps = 2 if is_many and problem.kv_dtype.itemsize == 2 and problem.head_dim == 128 else 4
-    return _Tile(8, 1, warps, 16 * warps, warps, 3)
+#: Of the direct walk. H200, 2026-11-30, us. One of 32k: 44.2 and 38.5 with 2 and 3 stages. Two
+#: warps against four: 64 of 4k 241.9 and 240.4, 32 of 32k 946 and 941, in pages of 256 934 and 943,
+#: 128 of 8k 946 and 942, one of 32k 37.4 and 35.0.
+_DIRECT_TILE = _Tile(rows=8, row_blocks=1, groups=4, block_n=64, num_warps=4, num_stages=3)
 
 
 def _wants_two(problem: Problem, num_tiles: int) -> bool:

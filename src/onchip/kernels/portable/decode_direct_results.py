@@ -28,20 +28,41 @@ def _at_once(spec, warps):
     return min(16, 16 * warps // spec.kept)
 
 
+@constexpr_function
+def _met(spec, warps):
+    """Layout of all warps' statistics (W, D, ROWS): a thread has its entries of all of them."""
+    entries = min(8, spec.dim * spec.rows // (32 * warps))
+    lanes = spec.dim // entries
+    return gl.BlockedLayout(
+        [warps, entries, 1], [1, lanes, 32 // lanes], [1, 1, warps], [1, 2, 0]
+    )  # fmt: skip
+
+
 @gluon.jit
-def meet(acc, maximum, denominator, SPEC: gl.constexpr, MMA: gl.constexpr):
-    """One set of statistics from those of the warps: (D, ROWS), (ROWS,), (ROWS,)."""
-    HEADS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MMA))
+def meet(acc, maximum, denominator, SPEC: gl.constexpr):
+    """One set of statistics from those of the warps: (D, ROWS), (ROWS,), (ROWS,).
+
+    They change places as they are and are added up inside of threads. H200, 2026-11-30, from a
+    piece's last tile until it is put aside: 2.3 us with reductions over warps, 1.1 with this.
+    """
+    MET: gl.constexpr = _met(SPEC, gl.num_warps())
+    OUTER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, MET))
+    if SPEC.is_float8:  # see `paired`
+        acc = gl.reshape(acc, [gl.num_warps(), SPEC.dim // 8, 8, SPEC.rows])
+        acc = gl.reshape(gl.permute(acc, [0, 2, 1, 3]), [gl.num_warps(), SPEC.dim, SPEC.rows])
+    maximum = gl.convert_layout(maximum, gl.SliceLayout(1, MET))
+    denominator = gl.convert_layout(denominator, gl.SliceLayout(1, MET))
+    acc = gl.convert_layout(acc, MET)
     top = gl.max(maximum, 0)
     weight = gl.exp2(maximum - gl.expand_dims(top, 0))
     total = gl.sum(denominator * weight, 0)
     acc = gl.sum(acc * gl.expand_dims(weight, 1), 0)
-    return acc, gl.convert_layout(top, HEADS), gl.convert_layout(total, HEADS)
+    return acc, gl.convert_layout(top, OUTER), gl.convert_layout(total, OUTER)
 
 
 @gluon.jit
-def finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature,
-            SPEC: gl.constexpr):  # fmt: skip
+def finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor,
+           SPEC: gl.constexpr):  # fmt: skip
     """Adds the sink, divides and writes acc (D, heads); see `decode_results.finish`."""
     row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     head = kv_head * SPEC.group + row
@@ -53,6 +74,7 @@ def finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor
         total = total * rescale + gl.exp2(sink - both)
         acc = acc * rescale[None, :]
         top = both
+    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
     inverse = gl.where(total == 0.0, 0.0, v_factor / total)
     place = (batch.to(gl.int64) * num_heads + head) * SPEC.dim
     result = (acc * inverse[None, :]).to(out.dtype.element_ty)
@@ -62,9 +84,10 @@ def finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor
 
 
 @gluon.jit
-def put_aside(acc, top, total, partial_out, partial_stats, place, feature, SPEC: gl.constexpr):
+def put_aside(acc, top, total, partial_out, partial_stats, place, SPEC: gl.constexpr):
     """Stores a piece's statistics as number `place`; see `decode_results.put_aside`."""
     row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, acc.type.layout))
+    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
     kept = row < SPEC.kept
     at = place * SPEC.kept + row
     gl.store(partial_out + at[None, :] * SPEC.dim + feature[:, None], acc, mask=kept[None, :])
@@ -115,5 +138,4 @@ def finish_merged(partial_out, partial_stats, place, count, out, lse, sinks, bat
                    num_heads, v_factor, SPEC: gl.constexpr):  # fmt: skip
     """Merges all pieces of a sequence and writes its output."""
     acc, top, total = _merged(partial_out, partial_stats, place, count, SPEC)
-    feature = gl.arange(0, SPEC.dim, gl.SliceLayout(1, acc.type.layout))
-    finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, feature, SPEC)
+    finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, SPEC)

@@ -26,7 +26,7 @@ class Cache(NamedTuple):
     stride_vb: object
     stride_vs: object
     first: object  # first token that is seen
-    last: object  # last one
+    last: object  # last one; -1 where there is none
 
 
 @constexpr_function
@@ -61,6 +61,30 @@ else:
         async_copy.async_copy_global_to_shared(target, source, mask=mask)
 
 
+@gluon.jit
+def meet_other_launches():
+    """Waits until earlier launches are done, and lets the next one be set up meanwhile.
+
+    Does nothing in a launch without `launch_pdl`.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+        [gl.full([32 * gl.num_warps()], 0, gl.int32, LANES)], dtype=gl.int32, is_pure=False,
+        pack=1)  # fmt: skip
+
+
+@gluon.jit
+def settle(x):
+    """`x`, which is not the least number but one, is there before what follows.
+
+    The assembler moves loads down to where they are used, but not over a trap.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $1, -2147483647; @p trap; mov.b32 $0, $1; }", "=r,r", [x],
+        dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
 @constexpr_function
 def width_of(spec):
     """Elements, or words, of a row of K or V."""
@@ -77,12 +101,6 @@ def _by_token(spec):
 def has_edge(spec):
     """Whether a sequence's first tokens may be hidden."""
     return spec.has_left or spec.has_first
-
-
-@constexpr_function
-def _loaded(spec, warps):
-    """Layout of q (D, ROWS)."""
-    return gl.BlockedLayout([8, 1], [spec.dim // 8, 256 // spec.dim], [1, warps], [0, 1])
 
 
 @constexpr_function
@@ -123,25 +141,17 @@ def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
     if SPEC.page_size == 0:
         return warp * 0
-    elif _by_token(SPEC):
-        token = _within(_tokens(tile, SPEC), cache, SPEC)
-        return gl.load(cache.table + token // SPEC.page_size)
     else:
-        # Sixteen tokens of which any is seen lie in the page of that one.
-        token = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last)
-        if has_edge(SPEC):
-            token = gl.maximum(token, gl.minimum(cache.first, cache.last) // 16 * 16)
-        return gl.load(cache.table + token // SPEC.page_size)
-
-
-@gluon.jit
-def no_ids(SPEC: gl.constexpr):
-    """What `page_ids` gives where there is no tile: any number."""
-    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
-    if SPEC.page_size > 0 and _by_token(SPEC):
-        return gl.full([gl.num_warps(), 16], 0, gl.int32, EACH)
-    else:
-        return gl.full([gl.num_warps()], 0, gl.int32, gl.SliceLayout(1, EACH))
+        if _by_token(SPEC):
+            token = _within(_tokens(tile, SPEC), cache, SPEC)
+        else:
+            # Sixteen tokens of which any is seen lie in the page of that one.
+            token = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last)
+            if has_edge(SPEC):
+                token = gl.maximum(token, gl.minimum(cache.first, cache.last) // 16 * 16)
+        # The table of a sequence without tokens may have no entries.
+        any_seen = token * 0 <= cache.last
+        return gl.load(cache.table + token // SPEC.page_size, mask=any_seen, other=0)
 
 
 @gluon.jit
@@ -211,37 +221,36 @@ def hidden(tile, cache: Cache, SPEC: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC: gl.constexpr):
-    """q (D, ROWS) of a group's heads, 0 past the last one."""
-    LOADED: gl.constexpr = _loaded(SPEC, gl.num_warps())
-    head = gl.arange(0, SPEC.rows, gl.SliceLayout(0, LOADED))
-    column = gl.arange(0, SPEC.dim, gl.SliceLayout(1, LOADED))
-    at = batch.to(gl.int64) * (stride_qb * SPEC.vector)
-    at += (kv_head * SPEC.group + head) * (stride_qh * SPEC.vector)
-    mask = (head < SPEC.group)[None, :]
-    return gl.load(q + at[None, :] + column[:, None], mask=mask, other=0.0)
+def load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC: gl.constexpr, MMA: gl.constexpr):
+    """q (W, D, ROWS) of a group's heads, the same for all warps, 0 past the last one.
+
+    Each warp loads it as a product's second operand: it need not change its place.
+    """
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if SPEC.is_float8 else 2)
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, B)))
+    column = gl.arange(0, SPEC.dim, gl.SliceLayout(0, gl.SliceLayout(2, B)))
+    row = gl.arange(0, SPEC.rows, gl.SliceLayout(0, gl.SliceLayout(1, B)))
+    head = (warp * 0)[:, None, None] + (kv_head * SPEC.group + row)[None, None, :]
+    at = batch.to(gl.int64) * (stride_qb * SPEC.vector) + head * (stride_qh * SPEC.vector)
+    inside = (row < SPEC.group)[None, None, :]
+    return gl.load(q + (at + column[None, :, None]), mask=inside, other=0.0)
 
 
 @gluon.jit
 def prepared(x, factor, SPEC: gl.constexpr, MMA: gl.constexpr):
-    """q (W, D, ROWS), the same for all warps, and what turns products into base 2 logits.
+    """q (W, D, ROWS), and what turns products into base 2 logits (W, ROWS).
 
     For float8 keys each row is scaled by a power of two first, so that it fits in float16.
     """
-    W: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = SPEC.rows
-    DIM: gl.constexpr = SPEC.dim
-    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, x.type.layout)) * factor
+    TERMS: gl.constexpr = gl.SliceLayout(1, MMA)
+    scale = gl.full([gl.num_warps(), SPEC.rows], 1.0, gl.float32, TERMS) * factor
     if SPEC.is_float8:
         x = x.to(gl.float32)
-        top = gl.max(gl.abs(x), 0)
+        top = gl.max(gl.abs(x), 1)
         exponent = gl.where(top > 0.0, gl.floor(gl.log2(gl.maximum(top, 1e-30))), 0.0)
-        x = (x * gl.exp2(-exponent)[None, :]).to(gl.float16)
-        scale = gl.exp2(exponent) * factor
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if SPEC.is_float8 else 2)
-    shape = gl.zeros([W, DIM, ROWS], x.dtype, B)
-    own, shape = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(0, B))[None, :, :], shape)
-    return own, gl.convert_layout(scale, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+        x = (x * gl.expand_dims(gl.exp2(-exponent), 1)).to(gl.float16)
+        scale = gl.convert_layout(gl.exp2(exponent), TERMS) * factor
+    return x, scale
 
 
 @gluon.jit

@@ -52,6 +52,7 @@ class DecodeSpec:
         precision: of float32 matrix products.
         batch_padded: power of two >= B where unequal lengths are cut evenly, else 1.
         min_tiles: fewest tiles in a piece.
+        sm_pieces: pieces of unequal sequences that an SM gets in `decode_direct`, about.
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
@@ -81,6 +82,7 @@ class DecodeSpec:
     precision: str
     batch_padded: int
     min_tiles: int
+    sm_pieces: int
     merges: bool
     merged_rows: int
     by_word: bool
@@ -137,6 +139,7 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         precision=precision_of(problem),
         batch_padded=max(2, 1 << (problem.batch - 1).bit_length()) if config.balanced else 1,
         min_tiles=config.min_tiles,
+        sm_pieces=config.sm_pieces,
         merges=cut,
         merged_rows=_merged_rows(config, kept, problem) if cut else 0,
         by_word=problem.arch.startswith("sm_"),
@@ -167,12 +170,15 @@ def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, ten
     inputs = (tensors.q, tensors.k, tensors.v)
     strides = [step // spec.vector for x in inputs for step in strides_of(x, is_packed(x))]
     table = tensors.block_table
+    seqlen_k = problem.seqlen_k
+    if table is not None:  # `decode_direct` reads a table's entries before it knows the lengths
+        seqlen_k = min(seqlen_k, table.shape[1] * problem.page_size)
     return (
         *strides,
         0 if table is None else table.stride(0),
         problem.batch,
         problem.seqlen_q,
-        problem.seqlen_k,
+        seqlen_k,
         problem.tokens_q,
         problem.num_heads,
         config.splits,
