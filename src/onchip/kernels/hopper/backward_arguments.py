@@ -68,7 +68,7 @@ class Spec:
     @property
     def multiplies_first(self) -> bool:
         """Whether a warpgroup of keys is the kernel's first role, see `attn_bwd_keys_hopper`."""
-        return not (self.late and self.masks)
+        return self.ordered or not (self.late and self.masks)
 
     @property
     def turns_back(self) -> bool:
