@@ -216,6 +216,10 @@ class Pointer:
     def __init__(self, x, offset=0):
         self.x, self.offset = x, offset
 
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.x.dtype)
+
     def __add__(self, other):
         return Pointer(self.x, self.offset + other)
 

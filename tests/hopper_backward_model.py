@@ -17,6 +17,7 @@ from onchip.kernels.hopper import (  # noqa: E402
     backward_arguments,
     backward_kernels,
     backward_sums,
+    backward_table,
 )
 from onchip.kernels.hopper.backward_config import (  # noqa: E402
     BackwardConfig,
@@ -28,6 +29,7 @@ from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E40
 from tests.portable_cases import Case, build  # noqa: E402
 
 backward_sums.tma_reduce_add = gluon_model.reduce_add
+SMS = 3
 
 
 def _described(x, rows):
@@ -88,10 +90,18 @@ def gradients(config, problem, tensors, saved):
     dq, dk, dv = (torch.full_like(x, 0 if zeros else math.nan) for x in (q, k, v))
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     cu_seqlens = [None if x is None else gluon_model.Pointer(x) for x in lengths]
-    numbers = backward_arguments.numbers_of(config, problem)
+    spec = backward_arguments.spec_of(config, problem, "keys")
     units, lag = backward_arguments.units_of(config, problem)
     ctas = backward_arguments.num_key_tiles(config, problem)
-    spec = backward_arguments.spec_of(config, problem, "keys")
+    numbers = backward_arguments.numbers_of(config, problem)
+    programs, run = units * ctas, gluon_model.launch
+    if spec.ordered:
+        run = gluon_model.launch_abreast
+    if spec.persistent:
+        table = backward_table.schedule(config, problem, spec, SMS)
+        pointer = gluon_model.Pointer(torch.tensor(table).flatten())
+        numbers = backward_arguments.numbers_of(config, problem, pointer, len(table[0]))
+        programs, run = len(table), gluon_model.launch_abreast
     dq_sum = torch.full((*stats.shape, spec.dim), math.nan)
     heads = list(_heads(problem, tensors))
     for unit, (line, first, rows), _ in heads:
@@ -100,19 +110,18 @@ def gradients(config, problem, tensors, saved):
     dq_sum = dq_sum.flatten(0, 1)
     counters = torch.zeros(units + stats.numel() // 64, dtype=torch.int64)
     counters[:lag] = ctas
-    run = gluon_model.launch_abreast if spec.ordered else gluon_model.launch
     sources = [_described(x, 64) for x in (q, k, v, dout)]
     lines = [gluon_model.Descriptor(x.view(-1), [64]) for x in (stats, delta)]
     summed = None if config.apart else gluon_model.Descriptor(dq_sum, [64, 64])
-    out = None if config.apart else _described(dq, 64)
-    run(backward_kernels.attn_bwd_keys_hopper, units * ctas, *sources, *lines, summed, out,
+    out = None if config.apart else gluon_model.Pointer(dq)
+    run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
         _described(dk, 64), _described(dv, 64), gluon_model.Pointer(counters), *cu_seqlens,
         *numbers, spec)  # fmt: skip
     if config.apart:
         spec = backward_arguments.spec_of(config, problem, "queries")
         programs = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.num_heads
         pointers = [gluon_model.Pointer(x) for x in (stats, delta)]
-        run(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
+        gluon_model.launch(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
         return dq, dk, dv
     total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale

@@ -19,6 +19,7 @@ from onchip.kernels.hopper import backward_walk  # noqa: E402
 from onchip.kernels.hopper.backward_walk import Edges, Sizes  # noqa: E402
 
 GROUP = 2
+UNITS = 2  # the last of them in an order of its own
 
 
 class Sight:
@@ -37,14 +38,18 @@ class Sight:
 
     def sizes(self) -> Sizes:
         left, right = (x if x >= 0 else 1 << 29 for x in (self.left, self.right))
-        return Sizes(None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right, 1, 1)
+        return Sizes(
+            None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right,
+            UNITS, 1, None, 0, 8,
+        )  # fmt: skip
 
     def spec(self, block_m: int, block_n: int, owns_keys: bool) -> SimpleNamespace:
         has_left, has_right = self.left >= 0, self.right >= 0
         tail = self.s_k % block_n != 0
         return SimpleNamespace(
             block_m=block_m, block_n=block_n, has_left=has_left, has_right=has_right,
-            has_tail=tail, packed=False, ordered=owns_keys,
+            has_tail=tail, packed=False, ordered=owns_keys, apart=not owns_keys,
+            turns_back=owns_keys and has_right and not has_left,
             high_edges=has_left if owns_keys else has_right or tail,
         )  # fmt: skip
 
@@ -52,12 +57,13 @@ class Sight:
 def _steps(walk, spec, group: int):
     """(head, tile) of every step; masked ones are checked to be where their mask is."""
     edges = Edges(walk.edges, walk.full - walk.first, walk.inner, 0, 0, 0)
-    for i in range((walk.edges + walk.inner) * group):
+    count, masks = (walk.edges + walk.inner) * group, walk.edges * group
+    for i in range(count):
         head, tile = backward_walk.tile_at(walk, i, group)
-        masked = i < walk.edges * group
-        if masked:
-            assert walk.first + backward_walk.edge_index(edges, i, spec) == tile
-        yield head, tile, masked
+        at = count - 1 - i if walk.back else i
+        if at < masks:
+            assert walk.first + backward_walk.edge_index(edges, at, spec) == tile
+        yield head, tile, at < masks
 
 
 def _check_seen(sight: Sight, rows: range, n: int, block_n: int) -> None:
@@ -75,23 +81,30 @@ def _check_visited(sight: Sight, visited: set, block_m: int, block_n: int) -> No
 
 def check_keys(sight: Sight, block_n: int) -> None:
     spec, sizes = sight.spec(64, block_n, True), sight.sizes()
-    visited, turns = set(), {}
-    for program in range(-(-sight.s_k // block_n)):
-        gluon_model.set_program(program)
-        walk = backward_walk.plan_keys(sizes, spec)
+    tiles = -(-sight.s_k // block_n)
+    visited = [set() for _ in range(UNITS)]
+    turns = [{} for _ in range(UNITS)]
+    for item in range(UNITS * tiles):
+        unit = backward_walk.unit_of(item, sizes, spec).index
+        walk = backward_walk.plan_keys(item, sizes, spec)
         n = walk.own // block_n
         for head, m, masked in _steps(walk, spec, GROUP):
             if not masked:
                 _check_seen(sight, range(m * 64, min(m * 64 + 64, sight.s_q)), n, block_n)
-            visited.add((m, n))
+            visited[unit].add((m, n))
             turn = backward_walk.turn_of(walk, m, sizes, spec)
-            turns.setdefault((head, m), []).append((turn, program))
-    _check_visited(sight, visited, 64, block_n)
+            turns[unit].setdefault((head, m), []).append((turn, item))
+    for seen, taken in zip(visited, turns, strict=True):
+        _check_visited(sight, seen, 64, block_n)
+        _check_turns(taken)
+
+
+def _check_turns(turns: dict) -> None:
     for taken in turns.values():
         order = sorted(taken)
         assert [turn for turn, _ in order] == list(range(len(order)))
-        programs = [program for _, program in order]
-        assert programs == sorted(programs), "a CTA would wait for one that starts later"
+        items = [item for _, item in order]
+        assert items == sorted(items), "a tile would wait for one that begins later"
 
 
 def check_queries(sight: Sight) -> None:

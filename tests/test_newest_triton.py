@@ -47,9 +47,9 @@ def test_the_backward():
     found = _compiled("hopper_backward_compiles.py", [*cases, {"dim": 128, "packed": True}])
     assert {used["kernel"] for used in found} == {"pre", "keys", "queries", "post"}
     # 3.9 moves some registers of loops to memory where 3.6 does not (what that costs was not
-    # measured): dQ's kernel of wide heads 74 to 103 instructions (18), the kernel that owns keys
-    # 3 to 6 at D = 64, whose K and V lie in registers, and 8 to 12 at 128 (0).
-    most = {"pre": 0, "post": 0, "keys": 12, "queries": 110}
+    # measured): dQ's kernel of wide heads 50 to 103 instructions (18), the kernel that owns keys
+    # 4 to 30 at D = 64, whose K and V lie in registers (0), and 3 to 18 at 128 (0 to 8).
+    most = {"pre": 0, "post": 0, "keys": 30, "queries": 110}
     for used in found:
         assert used["unmasked_spills"] <= most[used["kernel"]], used
 

@@ -299,6 +299,44 @@ def test_a_cuda_graph_replays_with_new_lengths(dim):
     check_gradients(other, fresh, captured)
 
 
+def test_a_call_whose_first_run_is_captured():
+    """No table can be copied then."""
+    case = Case((320,) * 5, (320,) * 5, heads=6, kv_heads=3, dim=64, dim_v=64, dtype=BF16)
+    call = build(replace(case, causal=True), device="cuda")
+    saved = saved_of(call)
+    problem = replace(call.problem, op=Op.BACKWARD)
+    config = replace(backward.choose_backward(problem), persistent=False)
+    backward.launch_with(config, problem, call.tensors, saved)  # compiles and loads the code
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward.launch(problem, call.tensors, saved)
+    graph.replay()
+    check_gradients(call, saved, captured)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_calls_in_two_streams_end(dim):
+    """CTAs of a call wait for each other, also when another call takes multiprocessors."""
+    case = Case((1024,) * 8, (1024,) * 8, heads=8, kv_heads=8, dim=dim, dim_v=dim, dtype=BF16)
+    call = build(replace(case, causal=True), device="cuda")
+    out, lse = hopper_forward.launch(call.problem, call.tensors)
+    saved = Saved(torch.randn_like(out), None, out, lse)
+    problem = replace(call.problem, op=Op.BACKWARD)
+    _, dk, dv, _ = backward.launch(problem, call.tensors, saved)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    wrong = [torch.zeros((), dtype=torch.bool, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for stream, found in zip(streams, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                again = backward.launch(problem, call.tensors, saved)
+                found |= (again[1] != dk).any() | (again[2] != dv).any() | again[0].isnan().any()
+    torch.cuda.synchronize()
+    assert not any(wrong)
+
+
 @pytest.mark.parametrize(("dim", "sums"), [(64, True), (128, True), (256, False)])
 def test_extra_memory_is_what_the_docstring_says(dim, sums):
     case = Case((4096,), (4096,), heads=8, kv_heads=8, dim=dim, dim_v=dim, dtype=BF16)

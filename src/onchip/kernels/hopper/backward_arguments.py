@@ -40,7 +40,8 @@ class Spec:
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
         apart, ds_buffers: see `BackwardConfig`.
-        dq_buffers: tiles of dQ in shared memory; not with `apart`.
+        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
+        persistent: see `BackwardConfig`.
     """
 
     block_m: int
@@ -61,6 +62,19 @@ class Spec:
     packed: bool
     ds_buffers: int
     dq_buffers: int
+    kv_buffers: int
+    persistent: bool
+
+    @property
+    def multiplies_first(self) -> bool:
+        """Whether a warpgroup of keys is the kernel's first role, see `attn_bwd_keys_hopper`."""
+        return self.ordered or not (self.late and self.masks)
+
+    @property
+    def turns_back(self) -> bool:
+        """Whether the last heads' walks go from the last queries down to the diagonal, so that
+        the last CTAs are the short ones although sums are ordered."""
+        return self.ordered and self.has_right and not self.has_left
 
     @property
     def masks(self) -> bool:
@@ -72,6 +86,7 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
     ordered = problem.deterministic and not config.apart
+    persistent = config.persistent and not packed
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -93,6 +108,8 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         packed=packed,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
+        kv_buffers=2 if persistent else 1,
+        persistent=persistent,
     )
 
 
@@ -122,7 +139,7 @@ def num_key_tiles(config: BackwardConfig, problem: Problem) -> int:
     return -(-problem.seqlen_k // config.block_n)
 
 
-def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
+def numbers_of(config: BackwardConfig, problem: Problem, table=None, slots: int = 0) -> tuple:
     """The kernels' run-time numbers, from seqlen_q to cap."""
     scale, softcap = problem.scale, problem.softcap
     return (
@@ -135,6 +152,9 @@ def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
         min(problem.mask.left, _UNBOUNDED),
         min(problem.mask.right, _UNBOUNDED),
         *units_of(config, problem),
+        table,
+        slots,
+        problem.head_dim // UNIT,
         float(scale),
         scale / softcap if softcap > 0 else scale * LOG2E,
         softcap * LOG2E,

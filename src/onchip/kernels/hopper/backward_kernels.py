@@ -15,14 +15,16 @@ from onchip.kernels.hopper import (
 )
 from onchip.kernels.hopper.backward_walk import Sizes, Sources
 
-_SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right units lag".split()
+_SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right".split()
+_SIZES += "units lag slots width".split()
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def attn_bwd_keys_hopper(
     q, k, v, do, lse, delta, dq_sum, dq, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    units, lag, scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+    units, lag, table, slots, width, scale: gl.float32, factor: gl.float32,
+    cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ.
 
@@ -30,11 +32,15 @@ def attn_bwd_keys_hopper(
     """
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right, units, lag,
+        stats_width, left, right, units, lag, table, slots, width,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # Registers: what a role's sums need, 32 for each 64 x 64 of them, and two of S or dP decide.
-    if not SPEC.apart:
+    # A worker holds addresses in ordinary registers, the first role in uniform ones: at D = 128,
+    # masked, a warpgroup of keys keeps 8 numbers in memory as a worker and 19 as the first role
+    # (16k causal 648 TFLOP/s against 633; elsewhere, and in a fixed order, the first role is up to
+    # 4 % quicker; H200, 2026-11-30).
+    if not SPEC.apart and SPEC.multiplies_first:
         S = backward_pair.new_shared(lse, dq_sum, q.dtype, SPEC)
         gl.warp_specialize(
             [
@@ -47,7 +53,22 @@ def attn_bwd_keys_hopper(
                 (backward_round.round_dq, (dq_sum, dq, counters, S, sizes, scale, SPEC)),
             ],
             [4, 4, 1, 1, 1, 1],
-            [208, 72, 24, 24, 24, 24],
+            [208, 64, 32, 32, 32, 32],
+        )
+    elif not SPEC.apart:
+        S = backward_pair.new_shared(lse, dq_sum, q.dtype, SPEC)
+        gl.warp_specialize(
+            [
+                (backward_sums.make_dq, (S, sizes, SPEC)),
+                (backward_pair.compute, (0, S, sizes, scale, factor, cap, SPEC)),
+                (backward_pair.compute, (1, S, sizes, scale, factor, cap, SPEC)),
+                (backward_pair.load, (sources, S, sizes, SPEC)),
+                (backward_pair.keep, (sources, dk, dv, counters, S, sizes, SPEC)),
+                (backward_sums.add_dq, (dq_sum, counters, S, sizes, SPEC)),
+                (backward_round.round_dq, (dq_sum, dq, counters, S, sizes, scale, SPEC)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [208, 208, 32, 32, 32, 32],
         )
     else:
         S = backward_keys.new_shared(lse, q.dtype, SPEC)
@@ -66,13 +87,14 @@ def attn_bwd_keys_hopper(
 def attn_bwd_queries_hopper(
     q, k, v, do, lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    units, lag, scale: gl.float32, factor: gl.float32, cap: gl.float32, SPEC: gl.constexpr,
+    units, lag, table, slots, width, scale: gl.float32, factor: gl.float32,
+    cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dQ of BM queries of one head; `lse` and `delta` are pointers here."""
     S = backward_queries.new_shared(q.dtype, SPEC)
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right, units, lag,
+        stats_width, left, right, units, lag, table, slots, width,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # As the default role, a consumer keeps the addresses of its 36 products in registers across

@@ -15,7 +15,7 @@ from onchip.kernels.hopper.backward_walk import (
     Edges,
     Sizes,
     Sources,
-    edge_index,
+    item_of,
     load_own,
     load_queries,
     num_steps,
@@ -50,8 +50,7 @@ class Shared:
     delta: gl.shared_memory_descriptor  # (STAGES, BM), -D
     ds: gl.shared_memory_descriptor  # (2 * DS_BUFFERS, 64, BM): dS^T of both warpgroups
     dq: gl.shared_memory_descriptor  # (DQ_BUFFERS, BM, 64) float32
-    summed: gl.shared_memory_descriptor  # (BM, 64) float32: a sum of dQ to be rounded
-    rounded: gl.shared_memory_descriptor  # (BM, D) that sum in 16 bits
+    summed: gl.shared_memory_descriptor  # (2, BM, 64) float32: sums of dQ to be rounded
     kv_full: gl.shared_memory_descriptor  # (2,) K, V have come
     rows_full: gl.shared_memory_descriptor  # (STAGES,) Q, dO, LSE and D have come
     rows_empty: gl.shared_memory_descriptor  # (STAGES,) both have read them for the last time
@@ -60,14 +59,14 @@ class Shared:
     dq_full: gl.shared_memory_descriptor  # (DQ_BUFFERS,)
     dq_empty: gl.shared_memory_descriptor
     k_free: gl.shared_memory_descriptor  # (1,) dQ has read K for the last time
-    done: gl.shared_memory_descriptor  # (1,) dK and dV are there
-    sum_full: gl.shared_memory_descriptor  # (1,)
+    done: gl.shared_memory_descriptor  # (2 * KV_BUFFERS,) dK, dV are there
+    sum_full: gl.shared_memory_descriptor  # (2,)
     turn: gl.shared_memory_descriptor  # (TURNS,) the sums before this CTA's are in memory
     turn_taken: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, summed, rounded, kv_full, rows_full, rows_empty,
+        self, k, v, q, do, lse, delta, ds, dq, summed, kv_full, rows_full, rows_empty,
         ds_full, ds_empty, dq_full, dq_empty, k_free, done, sum_full, turn, turn_taken,
     ):  # fmt: skip
         self.k = k
@@ -79,7 +78,6 @@ class Shared:
         self.ds = ds
         self.dq = dq
         self.summed = summed
-        self.rounded = rounded
         self.kv_full = kv_full
         self.rows_full = rows_full
         self.rows_empty = rows_empty
@@ -99,37 +97,93 @@ def keep(
     sources: Sources, dk_desc, dv_desc, counters, S: Shared, sizes: Sizes, SPEC: gl.constexpr
 ):  # fmt: skip
     """The warp that loads K and V, waits for turns where sums are ordered, and stores dK and dV."""
-    D: gl.constexpr = SPEC.dim
-    DV: gl.constexpr = SPEC.dim_v
-    walk = plan_keys(sizes, SPEC)
-    load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
-    load_own(sources.v, S.v, S.kv_full.index(1), 0, walk, PIECE, DV, SPEC)
-    if SPEC.ordered:
-        wait_turns(counters, walk, S, sizes, SPEC)
-    mbarrier.wait(S.done.index(0), 0)
+    if not SPEC.persistent:
+        walk = plan_keys(gl.program_id(0), sizes, SPEC)
+        _load_keys(sources, walk, 0, S, SPEC)
+        if SPEC.ordered:
+            wait_turns(counters, walk, 0, S, sizes, SPEC)
+        _store_keys(dk_desc, dv_desc, walk, 0, S, SPEC)
+    else:
+        item = item_of(0, sizes)
+        walk = plan_keys(item, sizes, SPEC)
+        _load_keys(sources, walk, 0, S, SPEC)
+        start = 0
+        n = 0
+        while item >= 0:
+            walk = plan_keys(item, sizes, SPEC)
+            item = item_of(n + 1, sizes)
+            if SPEC.kv_buffers == 2:
+                _load_keys_of(item, sources, n + 1, S, sizes, SPEC)
+            if SPEC.ordered:
+                wait_turns(counters, walk, start, S, sizes, SPEC)
+                start += num_steps(walk, sizes)[0]
+            _store_keys(dk_desc, dv_desc, walk, n, S, SPEC)
+            n += 1
+            if SPEC.kv_buffers == 1:
+                _load_keys_of(item, sources, n, S, sizes, SPEC)
+
+
+@gluon.jit
+def _load_keys_of(item, sources, n, S, sizes, SPEC: gl.constexpr):
+    """Starts to load K and V of the CTA's n-th tile, if there is one."""
+    if item >= 0:
+        walk = plan_keys(item, sizes, SPEC)
+        _load_keys(sources, walk, n, S, SPEC)
+
+
+@gluon.jit
+def _load_keys(sources, walk, n, S, SPEC: gl.constexpr):
+    """Starts to load K and V of the CTA's n-th tile."""
+    x = n % SPEC.kv_buffers
+    load_own(sources.k, S.k, S.kv_full.index(x * 2), x, walk, PIECE, SPEC.dim, SPEC)
+    load_own(sources.v, S.v, S.kv_full.index(x * 2 + 1), x, walk, PIECE, SPEC.dim_v, SPEC)
+
+
+@gluon.jit
+def _store_keys(dk_desc, dv_desc, walk, n, S, SPEC: gl.constexpr):
+    """Stores dK and dV of the CTA's n-th tile, when they are there."""
+    x = n % SPEC.kv_buffers
+    phase = (n // SPEC.kv_buffers) & 1
+    mbarrier.wait(S.done.index(x * 2 + 1), phase)
     for h in gl.static_range(2):
         key = walk.own + h * PIECE
-        store_keys(dv_desc, walk, walk.head, key, S.v.index(h), PIECE, DV)
-        store_keys(dk_desc, walk, walk.head, key, S.k.index(h), PIECE, D)
+        store_keys(dv_desc, walk, walk.head, key, S.v.index(x * 2 + h), PIECE, SPEC.dim_v)
+    mbarrier.wait(S.done.index(x * 2), phase)
+    for h in gl.static_range(2):
+        key = walk.own + h * PIECE
+        store_keys(dk_desc, walk, walk.head, key, S.k.index(x * 2 + h), PIECE, SPEC.dim)
     tma.store_wait(0)
 
 
 @gluon.jit
 def load(sources: Sources, S: Shared, sizes: Sizes, SPEC: gl.constexpr):
     """The warp that loads tiles of queries."""
-    walk = plan_keys(sizes, SPEC)
-    end, _ = num_steps(walk, sizes)
-    for t in range(end):
-        _load_rows(sources, S, walk, t, sizes, SPEC)
+    if not SPEC.persistent:
+        walk = plan_keys(gl.program_id(0), sizes, SPEC)
+        end, _ = num_steps(walk, sizes)
+        for t in range(end):
+            _load_rows(sources, S, walk, t, t, sizes, SPEC)
+    else:
+        item = item_of(0, sizes)
+        start = 0
+        n = 0
+        while item >= 0:
+            walk = plan_keys(item, sizes, SPEC)
+            end = start + num_steps(walk, sizes)[0]
+            for t in range(start, end):
+                _load_rows(sources, S, walk, t - start, t, sizes, SPEC)
+            start = end
+            n += 1
+            item = item_of(n, sizes)
 
 
 @gluon.jit
-def _load_rows(sources, S, walk, t, sizes, SPEC: gl.constexpr):
-    """Loads Q, dO, LSE and D of step t, when all have read what was there."""
+def _load_rows(sources, S, walk, i, t, sizes, SPEC: gl.constexpr):
+    """Loads Q, dO, LSE and D of a walk's i-th step, step t of all, when the last ones were read."""
     BM: gl.constexpr = SPEC.block_m
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    head, m = tile_at(walk, t, sizes.group)
+    head, m = tile_at(walk, i, sizes.group)
     head += walk.head * sizes.group
     row = m * BM
     line = walk.line + head * walk.stride + row
@@ -161,24 +215,44 @@ def compute(
     W: gl.constexpr, S: Shared, sizes: Sizes, scale, factor, cap, SPEC: gl.constexpr
 ):  # fmt: skip
     """A warpgroup of 64 keys: their dK and dV, and dS for dQ."""
+    if not SPEC.persistent:
+        _tile(W, gl.program_id(0), 0, 0, S, sizes, scale, factor, cap, SPEC)
+    else:
+        item = item_of(0, sizes)
+        start = 0
+        n = 0
+        while item >= 0:
+            start = _tile(W, item, n, start, S, sizes, scale, factor, cap, SPEC)
+            n += 1
+            item = item_of(n, sizes)
+
+
+@gluon.jit
+def _tile(
+    W: gl.constexpr, item, n, start, S: Shared, sizes: Sizes, scale, factor, cap,
+    SPEC: gl.constexpr,
+):  # fmt: skip
+    """The CTA's n-th tile of keys, from step `start` on; returns the step behind its last one."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
     BM: gl.constexpr = SPEC.block_m
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(item, sizes, SPEC)
     end, masked = num_steps(walk, sizes)
     row = walk.first * BM + walk.shift - walk.own - W * PIECE
     limits = Edges(
         walk.edges, walk.full - walk.first, walk.inner, row + sizes.right, row - sizes.left,
         walk.length_k - walk.own - W * PIECE,
     )  # fmt: skip
-    k_tile = S.k.index(W)
-    v_tile = S.v.index(W)
+    x = n % SPEC.kv_buffers
+    phase = (n // SPEC.kv_buffers) & 1
+    k_tile = S.k.index(x * 2 + W)
+    v_tile = S.v.index(x * 2 + W)
     dk = gl.zeros([PIECE, D], gl.float32, K_L)
     dv = gl.zeros([PIECE, DV], gl.float32, V_L)
-    mbarrier.wait(S.kv_full.index(0), 0)
-    mbarrier.wait(S.kv_full.index(1), 0)
+    mbarrier.wait(S.kv_full.index(x * 2), phase)
+    mbarrier.wait(S.kv_full.index(x * 2 + 1), phase)
     if SPEC.holds_keys:
         S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
         k = k_tile.load(gl.DotOperandLayout(0, S_L, 2))
@@ -186,22 +260,72 @@ def compute(
     else:
         k = k_tile
         v = v_tile
+    first = start
+    behind = start + masked
+    end += start
+    if SPEC.turns_back:
+        first = gl.where(walk.back, end - masked, start)
+        behind = gl.where(walk.back, end, behind)
+        for t in range(start, first):
+            dk, dv = _step(W, k, v, 0, limits, dk, dv, t, factor, cap, S, SPEC, False)
     if SPEC.masks:
-        for t in range(masked):
-            dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, True)
-    for t in range(masked, end):
-        dk, dv = _step(W, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC, False)
+        for h in range(sizes.group):
+            base = first + h * walk.edges
+            hidden = _hidden(walk, W, sizes, SPEC)
+            before = gl.where(walk.back, 0, hidden)
+            seen = walk.edges - gl.where(walk.back, hidden, 0)
+            for j in range(before):
+                _idle(W, base + j, S, SPEC)
+            for j in range(before, seen):
+                at = gl.where(walk.back, walk.edges - 1 - j, j)
+                dk, dv = _step(W, k, v, at, limits, dk, dv, base + j, factor, cap, S, SPEC, True)
+            if SPEC.turns_back:
+                for j in range(seen, walk.edges):
+                    _idle(W, base + j, S, SPEC)
+    for t in range(behind, end):
+        dk, dv = _step(W, k, v, 0, limits, dk, dv, t, factor, cap, S, SPEC, False)
     # V's piece is this warpgroup's own; `make_dq` reads all of K.
     v_tile.store(dv.to(S.v.dtype))
-    mbarrier.wait(S.k_free.index(0), 0)
+    fence_async_shared()
+    mbarrier.arrive(S.done.index(x * 2 + 1), count=1)
+    mbarrier.wait(S.k_free.index(x), phase)
     k_tile.store((dk * scale).to(S.k.dtype))
     fence_async_shared()
-    mbarrier.arrive(S.done.index(0), count=1)
+    mbarrier.arrive(S.done.index(x * 2), count=1)
+    return end
+
+
+@gluon.jit
+def _hidden(walk, W: gl.constexpr, sizes, SPEC: gl.constexpr):
+    """Masked steps of a head, the first ones, of which the piece's keys see nothing."""
+    key = walk.own + W * PIECE
+    hidden = 0
+    if SPEC.has_right:
+        first = gl.maximum(key - walk.shift - sizes.right, 0) // SPEC.block_m
+        hidden = gl.minimum(gl.maximum(first - walk.first, 0), walk.edges)
+    if SPEC.has_tail:
+        hidden = gl.where(key >= walk.length_k, walk.edges, hidden)
+    return hidden
+
+
+@gluon.jit
+def _idle(W: gl.constexpr, t, S, SPEC: gl.constexpr):
+    """A step whose queries see none of the piece's keys."""
+    BM: gl.constexpr = SPEC.block_m
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    stage = t % SPEC.stages
+    x = t % SPEC.ds_buffers
+    mbarrier.wait(S.rows_full.index(stage), (t // SPEC.stages) & 1)
+    mbarrier.arrive(S.rows_empty.index(stage), count=1)
+    mbarrier.wait(S.ds_empty.index(x), ((t // SPEC.ds_buffers) & 1) ^ 1)
+    S.ds.index(x * 2 + W).store(gl.zeros([PIECE, BM], S.k.dtype, L))
+    fence_async_shared()
+    mbarrier.arrive(S.ds_full.index(x), count=1)
 
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, k, v, end, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
+    W: gl.constexpr, k, v, j, limits, dk, dv, t, factor, cap, S, SPEC: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries."""
@@ -215,9 +339,7 @@ def _step(
     do = S.do.index(stage)
     lse = S.lse.index(stage)
     delta = S.delta.index(stage)
-    # There always is such a step; without the predicate the loop's code differs from what has
-    # been measured and tested.
-    mbarrier.wait(S.rows_full.index(stage), (t // SPEC.stages) & 1, pred=t < end)
+    mbarrier.wait(S.rows_full.index(stage), (t // SPEC.stages) & 1)
     s_new = _product(k, q, lse, SPEC.starts_at_lse, SPEC)
     if SPEC.late:
         s = warpgroup_mma_wait(0, deps=[s_new])
@@ -233,7 +355,9 @@ def _step(
         s += lse.load(gl.SliceLayout(0, S_L))[None, :]
     p = gl.exp2(s)
     if MASKED:
-        row = edge_index(limits, t, SPEC) * BM
+        if SPEC.high_edges:
+            j += gl.where(j < limits.low, 0, limits.inner)
+        row = j * BM
         p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
     p16 = p.to(DT)
     if SPEC.late:
@@ -266,28 +390,28 @@ def new_shared(lse_desc, dq_desc, DT: gl.constexpr, SPEC: gl.constexpr):
     ST: gl.constexpr = SPEC.stages
     DS: gl.constexpr = SPEC.ds_buffers
     DQ: gl.constexpr = SPEC.dq_buffers
+    KB: gl.constexpr = SPEC.kv_buffers
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     S = Shared(
-        gl.allocate_shared_memory(DT, [2, PIECE, D], TILE),
-        gl.allocate_shared_memory(DT, [2, PIECE, DV], TILE),
+        gl.allocate_shared_memory(DT, [2 * KB, PIECE, D], TILE),
+        gl.allocate_shared_memory(DT, [2 * KB, PIECE, DV], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, D], TILE),
         gl.allocate_shared_memory(DT, [ST, BM, DV], TILE),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [ST, BM], lse_desc.layout),
         gl.allocate_shared_memory(DT, [2 * DS, PIECE, BM], TILE),
         gl.allocate_shared_memory(gl.float32, [DQ, BM, COLUMNS], dq_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [BM, COLUMNS], dq_desc.layout),
-        gl.allocate_shared_memory(DT, [BM, D], TILE),
-        new_barriers(2, 1),
+        gl.allocate_shared_memory(gl.float32, [2, BM, COLUMNS], dq_desc.layout),
+        new_barriers(2 * KB, 1),
         new_barriers(ST, 1),
         new_barriers(ST, 2),
         new_barriers(DS, 2),
         new_barriers(DS, 1),
         new_barriers(DQ, 1),
         new_barriers(DQ, 1),
-        new_barriers(1, 1),
-        new_barriers(1, 2),
-        new_barriers(1, 1),
+        new_barriers(KB, 1),
+        new_barriers(2 * KB, 2),
+        new_barriers(2, 1),
         new_barriers(TURNS, 1),
         new_barriers(TURNS, 1),
     )

@@ -31,6 +31,9 @@ class Sizes(NamedTuple):
     right: gl.tensor
     units: gl.tensor  # heads of K of all sequences
     lag: gl.tensor  # see `backward_round`
+    table: gl.tensor | None  # tiles of keys of each CTA
+    slots: gl.tensor  # tiles of a CTA in the table
+    width: gl.tensor  # D in units of 8, not padded
 
 
 class Sources(NamedTuple):
@@ -70,6 +73,7 @@ class Walk(NamedTuple):
     k_row: gl.tensor
     line: gl.tensor  # row of the statistics where the sequence's head 0 begins
     stride: gl.tensor  # their rows from head to head
+    back: gl.tensor  # whether it goes from the last queries down, masked tiles last
 
 
 @gluon.jit
@@ -104,24 +108,45 @@ class Unit(NamedTuple):
     index: gl.tensor
     ctas: gl.tensor
     place: gl.tensor
+    last: gl.tensor  # whether it is one of the last units
 
 
 @gluon.jit
-def own_unit(sizes, SPEC: gl.constexpr):
-    """The unit that the CTA belongs to."""
+def item_of(n, sizes):
+    """The CTA's n-th tile of keys among all tiles; -1 behind its last one."""
+    if sizes.table is None:
+        return gl.where(n == 0, gl.program_id(0), -1)
+    else:
+        return gl.load(sizes.table + gl.program_id(0) * sizes.slots + n)
+
+
+@gluon.jit
+def unit_of(item, sizes, SPEC: gl.constexpr):
+    """The unit of tile number `item` of all tiles of keys."""
     ctas = (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
-    index = gl.program_id(0) // ctas
-    return Unit(index, ctas, gl.program_id(0) - index * ctas)
+    index = item // ctas
+    place = item - index * ctas
+    last = False
+    if not SPEC.apart:
+        first = sizes.units - sizes.lag
+        behind = item - first * ctas
+        last = behind >= 0
+        place = gl.where(last, behind // sizes.lag, place)
+        index = gl.where(last, first + behind % sizes.lag, index)
+    return Unit(index, ctas, place, last)
 
 
 @gluon.jit
-def plan_keys(sizes, SPEC: gl.constexpr):
-    """The walk over queries of the CTA that owns a tile of keys."""
+def plan_keys(item, sizes, SPEC: gl.constexpr):
+    """The walk over queries of tile number `item` of all tiles of keys."""
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
-    index, num_n, tile = own_unit(sizes, SPEC)
+    index, num_n, tile, last_unit = unit_of(item, sizes, SPEC)
+    back = False
     if SPEC.ordered and SPEC.has_right:
-        tile = num_n - 1 - tile  # a CTA waits for those that have started before it only
+        if SPEC.turns_back:
+            back = last_unit
+        tile = gl.where(back, tile, num_n - 1 - tile)
     key = tile * BN
     batch = index // sizes.num_kv_heads
     length_q, q_start, q_batch, q_end, q_row = span(
@@ -155,7 +180,7 @@ def plan_keys(sizes, SPEC: gl.constexpr):
         key, index - batch * sizes.num_kv_heads, first, full, full_end, end,
         (full - first) + (end - full_end), full_end - full, shift, length_k,
         q_batch, q_end, q_row, k_batch, k_end, k_row,
-        stats_row(batch, q_start, sizes, SPEC.packed), sizes.stats_width,
+        stats_row(batch, q_start, sizes, SPEC.packed), sizes.stats_width, back,
     )  # fmt: skip
 
 
@@ -171,6 +196,8 @@ class Rows(NamedTuple):
 
     head: gl.tensor  # the first of them
     tiles: gl.tensor  # of BM rows, of a head
+    length: gl.tensor
+    start: gl.tensor  # the sequence's first row in (T, H, D)
     q_batch: gl.tensor  # see `Walk`
     q_end: gl.tensor
     q_row: gl.tensor
@@ -188,7 +215,8 @@ def rows_of(unit, sizes, SPEC: gl.constexpr):
     )
     line = stats_row(batch, q_start, sizes, SPEC.packed) + head * sizes.stats_width
     tiles = (length + SPEC.block_m - 1) // SPEC.block_m
-    return Rows(head, tiles, q_batch, q_end, q_row, line, sizes.stats_width)
+    start = q_start if SPEC.packed else batch * sizes.seqlen_q
+    return Rows(head, tiles, length, start, q_batch, q_end, q_row, line, sizes.stats_width)
 
 
 @gluon.jit
@@ -232,7 +260,7 @@ def plan_queries(sizes, SPEC: gl.constexpr):
         row, index - batch * sizes.num_heads, first, full, full_end, end,
         (full - first) + (end - full_end), full_end - full, shift, length_k,
         q_batch, q_end, q_row, k_batch, k_end, k_row,
-        stats_row(batch, q_start, sizes, SPEC.packed), sizes.stats_width,
+        stats_row(batch, q_start, sizes, SPEC.packed), sizes.stats_width, False,
     )  # fmt: skip
 
 
@@ -281,8 +309,10 @@ def edge_tile(walk, i):
 
 @gluon.jit
 def tile_at(walk, i, group):
-    """Head (of the group) and tile of step i: the masked ones of all heads come first."""
+    """Head (of the group) and tile of step i: the masked ones of all heads come first, or last
+    where the walk goes back."""
     masked = walk.edges * group
+    i = gl.where(walk.back, masked + walk.inner * group - 1 - i, i)
     edge_head, edge = edge_tile(walk, i)
     j = i - masked
     head = j // gl.maximum(walk.inner, 1)
@@ -304,7 +334,7 @@ def turn_of(walk, m, sizes, SPEC: gl.constexpr):
     if SPEC.has_right:
         last = (walk.length_k - 1) // BN
         reach = gl.maximum(m * BM + BM - 1 + walk.shift + sizes.right, 0)
-        return gl.minimum(reach // BN, last) - own
+        return gl.where(walk.back, own, gl.minimum(reach // BN, last) - own)
     elif SPEC.has_left:
         return own - gl.maximum(m * BM + walk.shift - sizes.left, 0) // BN
     else:
