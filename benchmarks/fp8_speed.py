@@ -36,11 +36,7 @@ _THREE = functools.partial(_TWO, warpgroups=3, registers=160)
 _TALL = functools.partial(_TWO, q_buffers=1, parts=2)
 CANDIDATES = {
     64: {"two": _TWO(), "three, free": _THREE(turns=False), "one level": _THREE(two_level=False)},
-    128: {
-        "free": _TWO(turns=False),
-        "serial": _TWO(serial=True),
-        "one level": _TWO(two_level=False),
-    },
+    128: {"free": _TWO(turns=False), "one level": _TWO(two_level=False)},
     256: {"free": _TALL(turns=False), "one level": _TALL(two_level=False)},
 }
 
