@@ -33,12 +33,13 @@ DIMS, LENGTHS = (128, 256, 64), (16384, 4096, 1024)
 
 _TWO = functools.partial(FP8Config, warpgroups=2, stages=2, q_buffers=2, turns=True, registers=240)
 _THREE = functools.partial(_TWO, warpgroups=3, registers=160)
-_TALL = functools.partial(_TWO, q_buffers=1, parts=2)
+_TALL = functools.partial(_TWO, parts=2)
 CANDIDATES = {
     64: {"two": _TWO(), "three, free": _THREE(turns=False), "one level": _THREE(two_level=False)},
     128: {"free": _TWO(turns=False), "one level": _TWO(two_level=False)},
-    256: {"free": _TALL(turns=False), "one level": _TALL(two_level=False)},
-}
+    256: {"free": _TALL(turns=False), "one level": _TALL(two_level=False),
+          "one buffer of Q": _TALL(q_buffers=1)},
+}  # fmt: skip
 
 
 def inputs(dim: int, length: int, dtype=torch.bfloat16) -> list[torch.Tensor]:
