@@ -149,6 +149,17 @@ def test_lengths(seqlens, causal, scale):
 
 @needs_hopper
 @pytest.mark.usefixtures("as_hopper")
+@pytest.mark.parametrize("seqlens", [(700, 1500), (1100, 1100)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_long_keys_of_other_head_dimensions(dim, causal, seqlens):
+    q, k, v = _on_gpu(dim=dim, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
+    x = onchip.quantize_qkv(q, k, v)
+    _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
+
+
+@needs_hopper
+@pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed(causal):
     q, k, v = _on_gpu(dim=128, seqlen_q=700, seqlen_k=900)
