@@ -17,6 +17,7 @@ from tests import compile_only
 FEATURES = {
     "full": {},
     "causal": {"causal": True},
+    "short": {"seqlen": 1024, "causal": True},
     "window": {"causal": True, "window": (1000, 0)},
     "packed": {"packed": True, "causal": True},
     "terms": {"softcap": 30.0, "alibi": True, "sinks": True},

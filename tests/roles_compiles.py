@@ -38,6 +38,7 @@ _WIDTHS = {max(key) if isinstance(key, tuple) else key for key in fp8_config._CO
 FLOAT8 = (
     *((dim, {"causal": causal}) for dim in sorted(_WIDTHS) for causal in (False, True)),
     (128, {"causal": True, "packed": True}),
+    (64, {"seqlen": 1024}),
 )
 #: D, D_v and features that lead `choose_backward` to each of its configs.
 BACKWARDS = (

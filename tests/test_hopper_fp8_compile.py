@@ -21,6 +21,7 @@ SHARED_BYTES = 227 << 10
 CASES = [
     [64, "full", {}],
     [64, "causal", {}],
+    [64, "short", {}],
     [64, "terms", {}],
     [128, "full", {}],
     [128, "causal", {}],
@@ -45,9 +46,10 @@ def test_it_fits_and_no_products_wait_for_each_other():
         assert used["shared_bytes"] <= SHARED_BYTES, used
         assert used["qgmma"] > 0 and used["tma_loads"] > 0, used
         assert used["warnings"] == [], used  # C7510: wgmma is serialised
-        if used["features"] in ("full", "causal"):
-            # D = 256: O alone takes half of the registers.
-            assert used["spill_bytes"] <= {64: 0, 128: 0, 256: 200}[used["dim"]], used
+        if used["features"] in ("full", "causal", "short"):
+            # Between tiles at D = 64, where three warpgroups share the registers, and at D = 256,
+            # where O alone takes half of them.
+            assert used["spill_bytes"] <= {64: 32, 128: 0, 256: 200}[used["dim"]], used
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,11 @@ def test_the_decode():
     for used in _compiled("portable_decode_compiles.py", cases):
         assert used["kernel"] == "attn_decode_direct" and used["mma"] > 0, used
         assert used["registers"] <= 128 and not used["loop_spills"], used
+
+
+def test_the_float8_quantiser():
+    found = compile_only.run_script(HERE / "hopper_quantise_compiles.py", before=NEWEST)
+    for used in found:
+        print(used)
+        assert used["shared_bytes"] <= SHARED_BYTES and not used["warnings"], used
+        assert used["wgmma"] > 0 and used["wide_stores"] > 0, used

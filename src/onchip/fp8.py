@@ -24,7 +24,7 @@ from onchip.kernels.fp8_layout import (
     num_blocks,
 )
 from onchip.prepare import Call, Mods, Options
-from onchip.problem import Params, Tensors
+from onchip.problem import Params, Tensors, device_arch
 from onchip.validate import reject
 
 SCALES = ("block", "head", "tensor")
@@ -253,9 +253,21 @@ def _implementation(x: Tensor):
     return importlib.import_module(f"onchip.kernels.{name}")
 
 
+def _quantiser(source: Source, how: Quantiser):
+    """The module that quantises: on Hopper its own, of what that takes."""
+    if device_arch(source.q.device) == "sm_90":
+        hopper = importlib.import_module("onchip.kernels.hopper.fp8_quantise")
+        if hopper.takes(source, how):
+            return hopper
+    return _implementation(source.q)
+
+
 def _quantize_op(q, k, v, cu_q, cu_k, used, cos, sin, scale, hadamard, interleaved):
-    source = Source(q, k, v, cu_q, cu_k, used, cos, sin)
-    return _implementation(q).quantise(source, Quantiser(scale, hadamard, interleaved))
+    source, how = (
+        Source(q, k, v, cu_q, cu_k, used, cos, sin),
+        Quantiser(scale, hadamard, interleaved),
+    )
+    return _quantiser(source, how).quantise(source, how)
 
 
 def _quantize_fake(q, k, v, cu_q, cu_k, used, cos, sin, scale, hadamard, interleaved):

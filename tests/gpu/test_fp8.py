@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -40,20 +41,46 @@ def test_quantised_as_torch_does(dim, scale):
         Source(q, k, v, rotary_cos=cos, rotary_sin=sin),
         Source(q[0], k[0], v[0], **offsets),
     ):
-        pairs = zip(quantise.quantise(source, Quantiser(scale)),
-                    fp8_quantise.quantise(source, Quantiser(scale)), strict=True)  # fmt: skip
-        for got, want in pairs:
-            # Sums in another order: a code may fall to the other side, a scale differ in its
-            # last bits.
-            assert relative(got.float(), want.float()) < 2e-3
-            close = torch.isclose(got.float(), want.float(), rtol=1e-5)
-            assert close.double().mean() > 0.999
+        _hold_codes(quantise, source, Quantiser(scale))
 
 
-def test_what_is_not_finite_is_stored_as_torch_stores_it():
-    q, k, v = _on_gpu(dim=128)
+def _hold_codes(module, source: Source, how: Quantiser) -> None:
+    """Sums in another order: a code may fall to the other side, a scale differ in its last bits."""
+    found = module.quantise(source, how)
+    for got, want in zip(found, fp8_quantise.quantise(source, how), strict=True):
+        assert got.shape == want.shape
+        assert relative(got.float(), want.float()) < 2e-3
+        close = torch.isclose(got.float(), want.float(), rtol=1e-5)
+        assert close.double().mean() > 0.999
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 130), (333, 450), (3000, 2048)])
+def test_hopper_quantises_as_torch_does(dim, lengths):
+    from onchip.kernels.hopper import fp8_quantise as on_hopper
+
+    q, k, v = _on_gpu(dim=dim, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    sources = [Source(q, k, v), Source(*(x.half() for x in (q, k, v)))]
+    # Heads before rows in memory, and k and v side by side.
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    sources += [Source(*turned), Source(q, *torch.cat([k, v], 2).split(k.shape[2], 2))]
+    for source in sources:
+        assert on_hopper.takes(source, Quantiser())
+        _hold_codes(on_hopper, source, Quantiser())
+    q[:, : lengths[0] // 2], k[0], v[1] = 0, 0, 0
+    _hold_codes(on_hopper, Source(q, k, v), Quantiser())
+
+
+@pytest.mark.parametrize("name", ["portable", pytest.param("hopper", marks=needs_hopper)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_what_is_not_finite_is_stored_as_torch_stores_it(name, dim):
+    file = {"portable": "quantise", "hopper": "fp8_quantise"}[name]
+    module = importlib.import_module(f"onchip.kernels.{name}.{file}")
+    q, k, v = _on_gpu(dim=dim)
     q[0, 3, 1, 5], k[1, 70, 0, 0], v[1, 200, 1, 9] = torch.nan, torch.inf, -torch.inf
-    pairs = zip(quantise.quantise(Source(q, k, v), Quantiser()),
+    v[0, 7, 0, 3] = torch.nan
+    pairs = zip(module.quantise(Source(q, k, v), Quantiser()),
                 fp8_quantise.quantise(Source(q, k, v), Quantiser()), strict=True)  # fmt: skip
     for got, want in pairs:
         assert torch.equal(got.float().isnan(), want.float().isnan())
@@ -117,6 +144,17 @@ def test_dense(dim, name):
 def test_lengths(seqlens, causal, scale):
     q, k, v = _on_gpu(dim=128, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
     x = onchip.quantize_qkv(q, k, v, scale=scale)
+    _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
+
+
+@needs_hopper
+@pytest.mark.usefixtures("as_hopper")
+@pytest.mark.parametrize("seqlens", [(700, 1500), (1100, 1100)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_long_keys_of_other_head_dimensions(dim, causal, seqlens):
+    q, k, v = _on_gpu(dim=dim, seqlen_q=seqlens[0], seqlen_k=seqlens[1])
+    x = onchip.quantize_qkv(q, k, v)
     _hold(lambda kernel: onchip.attention(x, causal=causal, return_lse=True, kernel=kernel))
 
 

@@ -2,8 +2,9 @@
 
 Method: the online softmax of FlashAttention-2 over tiles of `BLOCK_K` keys, the last ones first,
 as the Hopper kernel walks. Q K^T is summed in float32 and multiplied by its blocks' scales; P is
-2^(logit - base) rounded to float8_e4m3fn, half of the keys' on a straight line, and the row sums
-are those of the rounded P. The base moves only where P would leave e4m3's range (`fp8_layout`).
+2^(logit - base), on straight lines between powers of two, rounded to float8_e4m3fn, and the row
+sums are those of the rounded P. The base moves only where P would leave e4m3's range
+(`fp8_layout`).
 P V of a tile is summed from zero and then added to the float32 accumulator, which is held in
 units of the tile's V scale (two-level accumulation).
 
@@ -262,13 +263,11 @@ def _added(
 
 
 def weights(x: Tensor) -> Tensor:
-    """2^x as the kernel makes it of a tile's (..., BLOCK_K) logits; see `fp8_layout.LOWERED`."""
+    """2^x as the kernel makes it of logits; see `fp8_layout.LOWERED`."""
     # One step of float16's subnormal numbers, which the conversion rounds to.
     steps = ((x + (_BIAS - LOWERED)) * LINE_STEPS).round().clamp(min=0)
     whole = (steps / LINE_STEPS).floor()
-    line = (1 + steps / LINE_STEPS - whole) * (whole - _BIAS).exp2()
-    is_line = torch.arange(x.shape[-1], device=x.device) % 32 >= 16
-    return torch.where(is_line, line, x.exp2())
+    return (1 + steps / LINE_STEPS - whole) * (whole - _BIAS).exp2()
 
 
 def by_tensor_core(acc: Tensor | None, x: Tensor, y: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ FIRST_ROOM, ROOM = 4.0, 8.0
 LIMIT = math.log2(432.0)
 #: The base of a row that has seen no key.
 NEVER = -1.0e30
-#: Of each 32 keys the last 16 have a weight on a straight line between two powers of two, 2^x as
-#: (1 + f) 2^n: too large by up to 6 %. All are lowered by 2^-LOWERED, which makes their mean right.
+#: A weight is on a straight line between two powers of two, 2^x as (1 + f) 2^n: too large by up to
+#: 6 %. All are lowered by 2^-LOWERED, which makes their mean, and so the LSE, right.
 LOWERED = 0.0577
 #: And x is rounded to this part of 1.
 LINE_STEPS = 32

@@ -186,6 +186,7 @@ def quantise(source: Source, how: Quantiser) -> tuple[Tensor, ...]:
     k, k_spoilt = _rows(source.k, k_blocks, 0, source, how)
     v = k_blocks.gather(source.v).float()
     k_spoilt = k_spoilt | _is_spoilt(v)
+    k = k.masked_fill(k_spoilt[..., None], 0.0)  # such a row has no part in its block's scale
     v = v.where(v.isfinite(), 0.0)
     gain = transform_gain(source.q.shape[-1], how.hadamard)
     q_scales, q_scale = scales_of(_largest(q), q_blocks, how.scale, gain)

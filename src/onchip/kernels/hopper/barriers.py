@@ -85,3 +85,17 @@ def pass_turn(W: gl.constexpr, C: gl.constexpr):
         x = _named(15 - W, 4)
         gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [x],
                                   dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def pass_turn_at_once(W: gl.constexpr, count, C: gl.constexpr):
+    """`pass_turn` that stays where it is written, before what follows; `count` >= 0.
+
+    The assembler mixes products that were issued with the arithmetic behind them, and passes the
+    turn after both. It moves nothing over a jump back, which is never taken.
+    """
+    if C.turns:
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p; again: bar.arrive $1, 256; setp.lt.s32 p, $2, 0; @p bra again; "
+            "mov.b32 $0, $1; }", "=r,r,r", [_named(15 - W, 4), _named(count, 4)], dtype=gl.int32,
+            is_pure=False, pack=1)  # fmt: skip

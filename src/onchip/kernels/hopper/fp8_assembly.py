@@ -1,22 +1,17 @@
 """Assembly of the Hopper float8 forward's weights, for `fp8_weights.py`.
 
 A thread holds of each of two rows four keys of every 16; the four make a word of P. Word
-2i + r is that of the i-th 16 keys and of row r. x = logit - base is one multiply-add of S. Of each
-32 keys the first 16 take the exponential unit:
-
-    ex2, then two numbers at a time to float8
-
-and the last 16 a straight line between powers of two, which is as many instructions and leaves
-that unit alone (16 results a clock; at D = 64 it takes twice the time of the matrix products):
+2i + r is that of the i-th 16 keys and of row r. x = logit - base is one multiply-add of S, and 2^x
+a straight line between powers of two, which leaves the exponential unit alone (16 results a clock):
 
     x + 15 as float16's subnormal number: a conversion that rounds to steps of 1/32, makes
     negative numbers 0 and keeps NaN;
     5 bits to the left: its bits are now those of the float16 number (1 + f) 2^n;
     two numbers at a time to float8
 
-Whether P would leave float8's range is seen in the result: bytes from 0x7e on, or steps from
-`_MOST` on. Then, in almost no step, a warp takes the maxima of S, moves the bases of the rows
-concerned and makes all weights anew.
+Whether P would leave float8's range is seen in the steps: `_MOST` or more. Then, in almost no
+step, a warp takes the maxima of S, moves the bases of the rows concerned and makes all weights
+anew.
 
 All functions are constexpr functions, so that Triton's cache knows their text.
 """
@@ -36,7 +31,7 @@ _LINE_SHIFT = gl.constexpr(15 - fp8_layout.LOWERED)  # 15: float16's bias
 _LINE_STEP = gl.constexpr(fp8_layout.LINE_STEPS * 2.0**-24)  # 2^-24: float16's least number
 _MOST = gl.constexpr(int(fp8_layout.LINE_STEPS * (15 - fp8_layout.LOWERED + fp8_layout.LIMIT)))
 _DECLARED = gl.constexpr(
-    ".reg .pred p; .reg .f32 x<4>, minus<2>, line<2>, most<2>, base<2>, factor<2>, unit, step; "
+    ".reg .pred p; .reg .f32 x<4>, line<2>, most<2>, base<2>, factor<2>, unit, step; "
     ".reg .b16 h<2>; .reg .b32 y<2>, top, any, w<16>; "
 )
 
@@ -63,11 +58,11 @@ def _fours(lists):
 
 @gluon.constexpr_function
 def _prepared():
-    """What is added to S times `unit`, or to S times `step` for the line, in each row."""
+    """What is added to S times `step` in each row."""
     text = ""
     for r in range(2):
-        text += f"neg.f32 minus{r}, base{r}; fma.rn.f32 line{r}, minus{r}, "
-        text += f"{_number(_LINE_STEP.value)}, {_number(_LINE_SHIFT.value * _LINE_STEP.value)}; "
+        text += f"fma.rn.f32 line{r}, base{r}, {_number(-_LINE_STEP.value)}, "
+        text += f"{_number(_LINE_SHIFT.value * _LINE_STEP.value)}; "
     return text
 
 
@@ -79,34 +74,17 @@ def _begun(bases, unit):
 
 
 @gluon.constexpr_function
-def _exponentials(word, keys, r):
-    text = ""
-    for k, key in enumerate(keys):
-        text += f"fma.rn.f32 x{k}, {key}, unit, minus{r}; ex2.approx.ftz.f32 x{k}, x{k}; "
-    text += "cvt.rn.satfinite.e4m3x2.f32 h0, x1, x0; cvt.rn.satfinite.e4m3x2.f32 h1, x3, x2; "
-    return text + f"mov.b32 {word}, {{h0, h1}}; "
-
-
-@gluon.constexpr_function
-def _lines(word, keys, r):
-    text = ""
-    for k, key in enumerate(keys):
-        text += f"fma.rn.f32 x{k}, {key}, step, line{r}; "
-    text += "cvt.rn.relu.f16x2.f32 y0, x1, x0; cvt.rn.relu.f16x2.f32 y1, x3, x2; "
-    text += "max.s16x2 top, top, y0; max.s16x2 top, top, y1; shl.b32 y0, y0, 5; shl.b32 y1, y1, 5; "
-    text += "cvt.rn.satfinite.e4m3x2.f16x2 h0, y0; cvt.rn.satfinite.e4m3x2.f16x2 h1, y1; "
-    return text + f"mov.b32 {word}, {{h0, h1}}; "
-
-
-@gluon.constexpr_function
 def _weights(words, keys):
-    """Words of some 16s of keys, an even number of them."""
-    text = ""
+    """Words of some 16s of keys; `top` is the largest number of steps."""
+    text = "mov.b32 top, 0; "
     for i, word in enumerate(words):
-        if i // 2 % 2 == 0:
-            text += _exponentials(word, keys[i], i % 2)
-        else:
-            text += _lines(word, keys[i], i % 2)
+        for k, key in enumerate(keys[i]):
+            text += f"fma.rn.f32 x{k}, {key}, step, line{i % 2}; "
+        text += "cvt.rn.relu.f16x2.f32 y0, x1, x0; cvt.rn.relu.f16x2.f32 y1, x3, x2; "
+        text += "max.s16x2 top, top, y0; max.s16x2 top, top, y1; "
+        text += "shl.b32 y0, y0, 5; shl.b32 y1, y1, 5; "
+        text += "cvt.rn.satfinite.e4m3x2.f16x2 h0, y0; cvt.rn.satfinite.e4m3x2.f16x2 h1, y1; "
+        text += f"mov.b32 {word}, {{h0, h1}}; "
     return text
 
 
@@ -131,14 +109,10 @@ def _moved(keys):
 
 
 @gluon.constexpr_function
-def _none_is_over(words):
+def _none_is_over():
     """Jumps to `done` if no weight of the warp is at the end of float8's range."""
     text = f"add.u32 any, top, {(0x8000 - _MOST.value) * 0x10001}; and.b32 any, any, 0x80008000; "
-    made = [word for i, word in enumerate(words) if i // 2 % 2 == 0]
-    for left, right in zip(made[::2], made[1::2], strict=True):
-        text += f"add.u32 y0, {left}, 0x02020202; add.u32 y1, {right}, 0x02020202; "
-        text += "or.b32 y0, y0, y1; or.b32 any, any, y0; "
-    text += "and.b32 any, any, 0x80808080; setp.ne.u32 p, any, 0; "
+    text += "setp.ne.u32 p, any, 0; "
     return text + "vote.sync.any.pred p, p, 0xffffffff; @!p bra done; "
 
 
@@ -153,10 +127,9 @@ def next_tile(n):
     *keys, bases, units = _operands(4 * n, n, 10)
     keys = _fours(keys[:4]) + _fours(keys[4:])
     words = [f"w{i}" for i in range(2 * n)]
-    text = "{ " + _begun(bases, units[0]) + _prepared() + "mov.b32 top, 0; "
-    text += _weights(words, keys)
+    text = "{ " + _begun(bases, units[0]) + _prepared() + _weights(words, keys)
     text += "mov.f32 factor0, 0f3F800000; mov.f32 factor1, 0f3F800000; "
-    text += _none_is_over(words) + _moved(keys)
+    text += _none_is_over() + _moved(keys)
     for r in range(2):
         text += f"sub.f32 factor{r}, base{r}, most{r}; mov.f32 base{r}, most{r}; "
         text += f"ex2.approx.ftz.f32 factor{r}, factor{r}; "
@@ -179,7 +152,7 @@ def first_tile(n):
     keys = _fours(keys[:4]) + _fours(keys[4:])
     never = _number(_NEVER.value)
     text = "{ " + _begun([never, never], units[0]) + _moved(keys)
-    text += "mov.f32 base0, most0; mov.f32 base1, most1; " + _prepared() + "mov.b32 top, 0; "
+    text += "mov.f32 base0, most0; mov.f32 base1, most1; " + _prepared()
     text += _weights(lower + upper, keys)
     return text + "".join(f"mov.f32 {x}, base{i % 2}; " for i, x in enumerate(new_bases)) + "}"
 

@@ -65,14 +65,24 @@ class FP8Config:
 
 def choose_fp8(problem: Problem) -> FP8Config:
     """The float8 forward's config for a problem: a pure function, no device is asked."""
-    return _CONFIGS[max(padded(problem.head_dim), padded(problem.head_dim_v))]
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if width == 64 and problem.seqlen_k <= _SHORT:
+        return _SHORT_64
+    if width == 256 and problem.mask.right >= 0:
+        return _CAUSAL_256
+    return _CONFIGS[width]
 
 
-# H200, 16k tokens, 2026-11-30, TFLOP/s at N = 16k, full / causal (FlashAttention-3): D = 128 1066 /
-# 1029 (998 / 980), without turns 1015 / 989; D = 64 791 full (673), without turns 764, two
-# warpgroups 714. D = 256 has not been timed in this form.
+# H200, 16k tokens, 2026-11-30, TFLOP/s (FlashAttention-3's float8). D = 64, N = 1k: two warpgroups
+# 601, causal 403, three 580 and 348 (444, 300); N = 4k 715, 609 and 762, 623 (608, 543). D = 256,
+# causal, N = 16k / 4k: without turns 1307 / 1126, with them 1292 / 1115 (1280 / 1119); full 1298 /
+# 1223 and 1313 / 1227 (1293 / 1236). With one buffer of Q, in an earlier run: full 1280 / 1194,
+# with two 1289 / 1208.
+_SHORT = 1024
+_SHORT_64 = FP8Config(2, 2, 2, turns=True, registers=240)
+_CAUSAL_256 = FP8Config(2, 2, 2, turns=False, registers=240, parts=2)
 _CONFIGS = {
     64: FP8Config(3, 2, 2, turns=True, registers=160),
     128: FP8Config(2, 2, 2, turns=True, registers=240),
-    256: FP8Config(2, 2, 1, turns=True, registers=240, parts=2),
+    256: FP8Config(2, 2, 2, turns=True, registers=240, parts=2),
 }

@@ -10,8 +10,9 @@ and to the units of the tile's V scale at once. O leaves through buffers of its 
 And a step is P V of one tile, then S of the next, then its weights, which run under the products
 of the other warpgroups: P V and S are never in flight together, so that their registers are the
 same. What that frees takes a third warpgroup (D = 64), or O of D = 256 beside whole tiles of 128
-keys; at D = 128 it is as quick as both in flight (H200: 1066 and 1049 TFLOP/s). P V is summed in
-parts of D_v, each from zero, where a whole one would need as many registers as O itself.
+keys. A warp waits where it issues a product while others are queued, so P V is added to O behind S,
+and the turn passed before. P V is summed in parts of D_v, each from zero, where a whole one would
+need as many registers as O itself (D = 256).
 
 Values are always finite (`quantize_qkv` moves NaN to keys), so nothing needs repair.
 
@@ -22,7 +23,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
-from onchip.kernels.hopper.barriers import pass_turn, release, release_if, wait_for_turn
+from onchip.kernels.hopper.barriers import (
+    pass_turn,
+    pass_turn_at_once,
+    release,
+    release_if,
+    wait_for_turn,
+)
 from onchip.kernels.hopper.consumer import skip_v, tile_number
 from onchip.kernels.hopper.fp8_walk import (
     Scales,
@@ -31,6 +38,7 @@ from onchip.kernels.hopper.fp8_walk import (
     denominators,
     factors_at,
     first_walk,
+    one_of,
     open_tile,
     phase_of,
     row_sums,
@@ -94,14 +102,17 @@ def _operands(walk: Walk, count, at: Tiles, C: gl.constexpr):
 
 @gluon.jit
 def _product(walk: Walk, count, at: Tiles, C: gl.constexpr):
-    """P V of V tile `count` as a whole, with one level O is in it; and the row sums."""
+    """P V of V tile `count` as a whole, with one level O is in it; and row sums, under way.
+
+    Their product, which is short, fills the time until S is issued.
+    """
     p, v = _operands(walk, count, at, C)
     acc = walk.acc[0]
     if not C.two_level:
         acc = times(acc, walk.factor)
+    product = _part(p, acc, v, 0, C)
     sums = row_sums(p, at)
-    product, sums = warpgroup_mma_wait(0, deps=[_part(p, acc, v, 0, C), sums])
-    return product, walk.l + sums
+    return warpgroup_mma_wait(1, deps=[product]), sums
 
 
 @gluon.jit
@@ -139,7 +150,7 @@ def _summed(walk: Walk, count, at: Tiles, C: gl.constexpr):
             acc += (product,)
     if C.two_level:
         acc = acc[:-1] + (warpgroup_mma_wait(0, deps=[acc[PARTS - 1]]),)
-    return acc, walk.l + sums
+    return acc, walk.l + one_of(sums, walk.l)
 
 
 @gluon.jit
@@ -148,31 +159,37 @@ def _step(
     at: Tiles, n: Sizes, MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One K/V tile further."""
-    scale, unit_v = scales_at(key, factors, scales)
-    terms = under(terms, scale)
-    unit = unit_of(terms, C)
+    k_scale, unit_v = scales_at(key, factors, scales)
     # Together: the compiler puts a barrier before a wait that was waited for before.
     mbarrier.wait(at.k_full.index(slot_of(count + 1, C)), phase_of(count + 1, C))
     mbarrier.wait(at.v_full.index(slot_of(count, C)), phase_of(count, C))
     wait_for_turn(W, C)
     if C.parts == 1:
-        product, l = _product(walk, count, at, C)
+        product, sums = _product(walk, count, at, C)
         release(count, 1, C)
         s = scores(i, count + 1, at, C)
-        pass_turn((W + 1) % C.warpgroups, C)
+        pass_turn_at_once((W + 1) % C.warpgroups, count, C)
         acc = _whole(walk, product, C)  # under S
     else:
         acc, l = _summed(walk, count, at, C)
         release(count, 1, C)
         s = scores(i, count + 1, at, C)
         pass_turn((W + 1) % C.warpgroups, C)
-    s = warpgroup_mma_wait(0, deps=[s])
+    # Behind the products, which would wait for the scales to be loaded.
+    terms = under(terms, factors, k_scale)
+    unit = unit_of(terms, C)
+    ratio = quotient(walk.unit, unit_v)
+    if C.parts == 1:
+        s, sums = warpgroup_mma_wait(0, deps=[s, sums])
+        l = walk.l + one_of(sums, walk.l)
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
     release(count + 1, 0, C)
     s = logits(s, key, view, terms, C)
     if MASKED:
         s = masked(s, key, view, n, False, C)
     words, base, alpha = weights(s, unit, walk.base)
-    return Walk(words, acc, alpha * quotient(walk.unit, unit_v), base, times(l, alpha), unit_v)
+    return Walk(words, acc, alpha * ratio, base, l * alpha, unit_v)
 
 
 @gluon.jit

@@ -102,7 +102,7 @@ class Walk(NamedTuple):
     acc: object  # O in its parts of D_v, float32, without the last P V and its factor
     factor: object  # (64, 4) what acc must be multiplied by before the last P V is added
     base: object  # (64, 4) the logit of P = 1
-    l: object  # (64, ONES) running sums of P but for the last
+    l: object  # (64, 4) running sums of P but for the last
     unit: object  # V's scale in the last tile
 
 
@@ -127,12 +127,11 @@ def factors_at(tile: Tile, row, scales: Scales, lengths: Lengths, n: Sizes, C: g
 
 @gluon.jit
 def scales_at(key, factors: Factors, scales: Scales):
-    """Scale of S and of V in the K/V tile that begins at `key`."""
+    """Scales of K and of V in the K/V tile that begins at `key`."""
     block = key // BLOCK_K
     k = gl.load(scales.k + (factors.k + block * scales.k_strides[2]))
     v = gl.load(scales.v + (factors.v + block * scales.v_strides[2]))
-    # -inf times 0 is NaN, and hidden logits are -inf.
-    return gl.maximum(factors.q * k, 1e-37), v
+    return k, v
 
 
 @gluon.jit
@@ -156,8 +155,18 @@ def row_sums(p, at: Tiles):
 
 
 @gluon.jit
-def under(terms: Terms, scale):
-    """The terms of a tile whose S is to be multiplied by a further scale."""
+def one_of(sums, like):
+    """Row sums (64, ONES), all columns alike, as (64, 4): what each of a row's threads holds."""
+    first, _ = gl.split(gl.reshape(sums, [64, ONES // 2, 2]))
+    return gl.convert_layout(first, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def under(terms: Terms, factors: Factors, k_scale):
+    """The terms of a tile whose S is to be multiplied by the scales of Q and K."""
+    scale = gl.maximum(
+        factors.q * k_scale, 1e-37
+    )  # -inf times 0 is NaN, and hidden logits are -inf
     return Terms(terms.scale * scale, terms.softcap, terms.slopes, terms.sinks)
 
 
@@ -188,14 +197,13 @@ def first_walk(
     C: gl.constexpr,
 ):  # fmt: skip
     """A tile's walk after its first S, which the right edge crosses; `acc` is O = 0."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 32])
     key = (end - 1) * C.block_n
-    scale, unit_v = scales_at(key, factors, scales)
-    terms = under(terms, scale)
+    k_scale, unit_v = scales_at(key, factors, scales)
+    terms = under(terms, factors, k_scale)
     s = masked(logits(s, key, view, terms, C), key, view, n, True, C)
     words, base = first_weights(s, unit_of(terms, C))
-    l = gl.zeros([64, ONES], gl.float32, LAYOUT)
-    return Walk(words, acc, gl.zeros_like(base), base, l, unit_v)
+    none = gl.zeros_like(base)
+    return Walk(words, acc, none, base, none, unit_v)
 
 
 @gluon.jit
