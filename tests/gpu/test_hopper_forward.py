@@ -179,7 +179,7 @@ def test_pieces_in_graphs_and_again_and_again(forward):
         q, k, v = call.sequences[0]
         keys = (x[None, :length] for x in (k, v))
         want, _ = reference.attention(q[None], *keys, causal=True)
-        torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-2)
+        torch.testing.assert_close(out.double().cpu(), want, rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("dims", ODD_DIMS, ids=str)
