@@ -230,10 +230,6 @@ def test_configs_are_chosen_by_head_dimension():
     ):  # fmt: skip
         config = choose_backward(_problem(head_dim=dims[0], head_dim_v=dims[1]))
         assert (config.late, config.apart) == (late, apart), dims
-    assert choose_backward(_problem(head_dim=64, head_dim_v=64)).persistent
-    assert not choose_backward(_problem(seqlen_q=4097)).persistent
-    assert choose_backward(_problem(seqlen_q=4097, deterministic=True)).persistent
-    assert not choose_backward(_problem(head_dim=72)).persistent
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from onchip.problem import Problem
 
@@ -69,24 +69,12 @@ def padded(head_dim: int) -> int:
 
 def choose_backward(problem: Problem) -> BackwardConfig:
     """The backward's config for a problem: a pure function, no device is asked."""
-    config = _CONFIGS[padded(max(problem.head_dim, problem.head_dim_v))]
-    rows = problem.seqlen_q * problem.group
-    if config.persistent and rows > _MOST_ROWS and not problem.deterministic:
-        return replace(config, persistent=False)
-    return config
-
-
-#: Queries of a head of K up to which CTAs take several tiles of keys: 347 TFLOP/s against 318 at
-#: 1k causal, 508 against 497 at 4k; at 16k, where a tile takes longer and a table made before
-#: spreads the work less well than the hardware, 549 against 555 (D = 64, H200, 2026-11-30). In a
-#: fixed order it is 518 against 482 at 16k.
-_MOST_ROWS = 4096
+    width = padded(max(problem.head_dim, problem.head_dim_v))
+    return _CONFIGS[width]
 
 
 _CONFIGS = {
-    64: BackwardConfig(
-        stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True, persistent=True
-    ),
+    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }
