@@ -28,9 +28,7 @@ class BackwardConfig:
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
         holds_keys: whether K and V wait in registers, where there are some: a product with an
             operand there reads half as much from shared memory; not with `late`.
-        persistent: whether there are as many CTAs as SMs, K and V of the next tile on their way;
-            not with `late` or `apart`, and packed sequences have a CTA for each tile all the same.
-        lag: tiles of keys between those that add to a head's dQ and those that clear or round it.
+        lag: CTAs between those that add to a head's dQ and those that clear or round it.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -44,7 +42,6 @@ class BackwardConfig:
     starts_at_lse: bool = False
     ds_buffers: int = 2
     holds_keys: bool = False
-    persistent: bool = False
     lag: int = 200
 
     def __post_init__(self):
@@ -56,8 +53,6 @@ class BackwardConfig:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
         if self.apart and (self.starts_at_lse or self.late):
             raise ValueError("apart: got True; allowed: without starts_at_lse and late")
-        if self.persistent and (self.apart or self.late):
-            raise ValueError("persistent: got True; allowed: without late and apart")
         if self.lag < 1:
             raise ValueError(f"lag: got {self.lag}; allowed: 1 or more")
 
