@@ -46,7 +46,7 @@ heads and round that of the last ones.
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
 Deterministic: CTAs add to a tile of dQ in turn, by a counter for each tile; the order is one in
-which nobody waits for a tile that begins later (`backward_walk.turn_of`). A causal head's short
+which nobody waits for a CTA that starts later (`backward_walk.turn_of`). A causal head's short
 walks come first; the last heads' walks go from the last queries down, the long ones first. Heads
 over 128 are always deterministic.
 
