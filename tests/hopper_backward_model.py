@@ -17,7 +17,6 @@ from onchip.kernels.hopper import (  # noqa: E402
     backward_arguments,
     backward_kernels,
     backward_sums,
-    backward_table,
 )
 from onchip.kernels.hopper.backward_config import (  # noqa: E402
     BackwardConfig,
@@ -29,7 +28,6 @@ from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E40
 from tests.portable_cases import Case, build  # noqa: E402
 
 backward_sums.tma_reduce_add = gluon_model.reduce_add
-SMS = 3
 
 
 def _described(x, rows):
@@ -97,11 +95,6 @@ def gradients(config, problem, tensors, saved):
     programs, run = units * ctas, gluon_model.launch
     if spec.ordered:
         run = gluon_model.launch_abreast
-    if spec.persistent:
-        table = backward_table.schedule(config, problem, spec, SMS)
-        pointer = gluon_model.Pointer(torch.tensor(table).flatten())
-        numbers = backward_arguments.numbers_of(config, problem, pointer, len(table[0]))
-        programs, run = len(table), gluon_model.launch_abreast
     dq_sum = torch.full((*stats.shape, spec.dim), math.nan)
     heads = list(_heads(problem, tensors))
     for unit, (line, first, rows), _ in heads:

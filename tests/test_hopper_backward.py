@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from onchip import dispatch
-from onchip.kernels.hopper import backward_arguments, backward_table
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
 from onchip.problem import Op, Problem
 from tests import compile_only
@@ -65,9 +64,9 @@ def test_main_loops_do_not_spill(compiled):
         if used["kernel"] == "queries" and not features:
             assert used["loop_spills"] <= 3, used
         elif used["kernel"] == "keys" and used["dim"] == 128:
-            assert used["loop_spills"] <= 24, used
+            assert used["loop_spills"] <= (35 if "deterministic" in features else 24), used
         elif used["kernel"] != "queries" and "softcap" not in features:
-            assert used["unmasked_spills"] <= 8 * ("deterministic" in features), used
+            assert used["unmasked_spills"] == 0, used
 
 
 MODELLED = {
@@ -93,9 +92,8 @@ MODELLED = {
     },
 }  # fmt: skip
 LATE = {"late": True}
-SINGLE = {"stages": 3, "starts_at_lse": True, "ds_buffers": 3, "holds_keys": True}
-LAG = SINGLE | {"persistent": True, "lag": 1}
-LAGS = SINGLE | {"persistent": True, "lag": 2}
+LAG = {"stages": 3, "starts_at_lse": True, "ds_buffers": 3, "holds_keys": True, "lag": 1}
+LAGS = LAG | {"lag": 2}
 LAG_LATE = {"late": True, "lag": 1}
 
 
@@ -124,7 +122,6 @@ SOME = ("causal", "window", "packed_causal")
         ({"dim": 128, "dim_v": 128, "deterministic": True}, SOME),
         ({"dim": 64, "dim_v": 64, "config": LATE}, SOME),
         ({"dim": 64, "dim_v": 64, "deterministic": True}, SOME),
-        ({"dim": 64, "dim_v": 64, "config": SINGLE}, SOME),
         ({"dim": 64, "dim_v": 64, "config": LAG}, ("tails", "causal", "packed", "packed_causal")),
         ({"dim": 64, "dim_v": 64, "config": LAGS}, ("tails", "causal", "window")),
         ({"dim": 64, "dim_v": 64, "config": LAGS, "deterministic": True}, ("causal", "tails")),
@@ -141,53 +138,6 @@ def test_roles_give_the_oracles_gradients(own, names):
 
 def test_walks_visit_what_rows_see():
     compile_only.run_script(HERE / "hopper_backward_walks.py", "0", "300")
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sms", [1, 7, 132])
-def test_a_table_names_every_tile_once(sms, causal, deterministic):
-    case = Case((1000,) * 3, (1000,) * 3, heads=8, kv_heads=4, dim=64, dim_v=64, causal=causal)
-    problem = replace(build(case).problem, op=Op.BACKWARD, deterministic=deterministic)
-    config = choose_backward(problem)
-    spec = backward_arguments.spec_of(config, problem, "keys")
-    table = backward_table.schedule(config, problem, spec, sms)
-    items = [[item for item in row if item >= 0] for row in table]
-    assert len(table) == min(sms, 96)
-    assert sorted(item for own in items for item in own) == list(range(96))  # 12 heads of 8 tiles
-    for row, own in zip(table, items, strict=True):
-        assert own == sorted(own), "a tile would wait for one behind it"
-        assert row[len(own)] == -1
-
-
-def test_a_table_knows_the_walks():
-    """Tiles of 64 queries that 128 keys are seen by."""
-
-    def steps(**changes):
-        case = Case((512,), (512,), heads=2, kv_heads=1, dim=64, dim_v=64, **changes)
-        return backward_table.steps_of(build(case).problem, 64, 128)
-
-    assert steps() == [16] * 4
-    assert steps(causal=True) == [16, 12, 8, 4]
-    assert steps(window=(100, 0)) == [8, 8, 8, 4]
-
-
-def test_the_last_tiles_of_a_causal_call_are_the_short_ones():
-    """So that CTAs end together: 4 % at 1k and 4k (H200, 2026-11-30)."""
-    case = Case((1024,) * 16, (1024,) * 16, heads=16, kv_heads=16, dim=64, dim_v=64, causal=True)
-    problem = replace(build(case).problem, op=Op.BACKWARD)
-    config = choose_backward(problem)
-    spec = backward_arguments.spec_of(config, problem, "keys")
-    table = backward_table.schedule(config, problem, spec, 132)
-    walks = backward_table.steps_of(problem, 64, 128)
-    lag = backward_arguments.units_of(config, problem)[1]
-    first = (256 - lag) * 8
-
-    def place(item):
-        return item % 8 if item < first else (item - first) // lag
-
-    loads = [sum(walks[place(x)] + 1 for x in row if x >= 0) for row in table]
-    assert max(loads) <= 1.02 * sum(loads) / len(loads)
 
 
 def _problem(**changes) -> Problem:
@@ -230,10 +180,6 @@ def test_configs_are_chosen_by_head_dimension():
     ):  # fmt: skip
         config = choose_backward(_problem(head_dim=dims[0], head_dim_v=dims[1]))
         assert (config.late, config.apart) == (late, apart), dims
-    assert choose_backward(_problem(head_dim=64, head_dim_v=64)).persistent
-    assert not choose_backward(_problem(seqlen_q=4097)).persistent
-    assert choose_backward(_problem(seqlen_q=4097, deterministic=True)).persistent
-    assert not choose_backward(_problem(head_dim=72)).persistent
 
 
 @pytest.mark.parametrize(
@@ -244,7 +190,6 @@ def test_configs_are_chosen_by_head_dimension():
         ({"stages": 1}, "stages: got 1"),
         ({"apart": True, "block_n": 64, "starts_at_lse": True}, "apart: got True"),
         ({"lag": 0}, "lag: got 0"),
-        ({"late": True, "persistent": True}, "persistent: got True"),
     ],
 )
 def test_a_config_says_what_is_wrong_with_it(changes, message):

@@ -299,22 +299,6 @@ def test_a_cuda_graph_replays_with_new_lengths(dim):
     check_gradients(other, fresh, captured)
 
 
-def test_a_call_whose_first_run_is_captured():
-    """No table can be copied then."""
-    case = Case((320,) * 5, (320,) * 5, heads=6, kv_heads=3, dim=64, dim_v=64, dtype=BF16)
-    call = build(replace(case, causal=True), device="cuda")
-    saved = saved_of(call)
-    problem = replace(call.problem, op=Op.BACKWARD)
-    config = replace(backward.choose_backward(problem), persistent=False)
-    backward.launch_with(config, problem, call.tensors, saved)  # compiles and loads the code
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = backward.launch(problem, call.tensors, saved)
-    graph.replay()
-    check_gradients(call, saved, captured)
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 def test_calls_in_two_streams_end(dim):
     """CTAs of a call wait for each other, also when another call takes multiprocessors."""

@@ -14,19 +14,15 @@ D and D_v up to 128 (`backward_pair`, `backward_sums`, `backward_round`): warpgr
 only, and need not wait for each other.
 
     load      Q, dO, LSE and D by TMA, ahead of the others
-    keep      K and V; dK and dV at the end of a tile of keys
+    keep      K and V; dK and dV at the end
     compute   two warpgroups of 64 keys: S^T = K Q^T, P^T = exp(S^T - LSE), dV += P^T dO,
               dP^T = V dO^T, dS^T = P^T * (dP^T - D), dK += dS^T Q; P^T, dS^T from registers
     make_dq   dQ = dS K
     add_dq    a warp that adds dQ to a float32 sum in memory by TMA
     round_dq  a warp that clears that sum for later heads and rounds it to dQ for earlier ones
 
-Where a head of K has up to 4096 queries and D is 64, there are as many CTAs as SMs, each with a
-list of tiles (`backward_table`): a CTA of its own spends 4 to 8 thousand clocks of the 20 to 40
-thousand of a tile at 1k on its start, its first loads and its last stores (H200).
-
 The first steps of a causal walk cross the diagonal; a warpgroup whose keys they do not see only
-hands on a dS of 0 (D = 64, 1k causal: 347 TFLOP/s, 335 without). Tiles of the last heads begin in
+hands on a dS of 0 (D = 64, 1k causal: 321 TFLOP/s, 312 without). CTAs of the last heads start in
 the order of their lengths, the longest first, so that all CTAs end together: 2 to 4 % at 1k and
 4k causal.
 
@@ -50,7 +46,7 @@ heads and round that of the last ones.
 Tiles that an edge of the mask crosses come first; tiles that it hides are not visited.
 
 Deterministic: CTAs add to a tile of dQ in turn, by a counter for each tile; the order is one in
-which nobody waits for a tile that begins later (`backward_walk.turn_of`). A causal head's short
+which nobody waits for a CTA that starts later (`backward_walk.turn_of`). A causal head's short
 walks come first; the last heads' walks go from the last queries down, the long ones first. Heads
 over 128 are always deterministic.
 
@@ -58,11 +54,7 @@ Memory: q, dout (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or (T_k, H
 multiples of 16 bytes, or they are copied. Head dimensions are padded to 64, 128 or 256 by TMA, in
 shared memory only. Extra memory in bytes: 8 B H S_q for LSE and D, and up to D = 128 another 4 B
 H S_q D for the float32 dQ, with S_q rounded up to 128 and D to 64 or 128; with sinks 4 B H
-ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64); 4 B H_kv for counters. A list of tiles is kept
-with a shape of calls: some 4 B H_kv ceil(S_k / 128).
-
-CTAs that have lists wait for each other, so they are launched together (a cooperative launch): a
-kernel of another stream that holds SMs for long, as a collective may, delays them until it ends.
+ceil(S_q / 64); deterministic 4 B H ceil(S_q / 64); 4 B H_kv for counters.
 
 It does not do: pages, ALiBi, dropout, functions of the user, key lengths in a tensor. With D over
 64, P is rounded to 16 bits before dS is made of it. A value of K or V that is not finite reaches
@@ -74,15 +66,12 @@ D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.bounded import Bounded
-from onchip.kernels.hopper import backward_table
-from onchip.kernels.hopper.arguments import num_sms
 from onchip.kernels.hopper.backward_arguments import (
     LOG2E,
     STATS_BLOCK,
@@ -145,7 +134,6 @@ class Steps:
         "problem",
         "specs",
         "stats_shape",
-        "table",
         "units",
     )
 
@@ -159,32 +147,17 @@ class Steps:
         self.launches: dict[str, Launch] = {}
         self.specs = {part: spec_of(config, problem, part) for part in ("keys", "queries")}
         self._shapes: dict[str, list] = {}
-        self.table: Tensor | None = None
-
-    def programs(self, device: torch.device) -> int:
-        """CTAs of the launch that owns keys; makes their table at the first call."""
-        config, problem, spec = self.config, self.problem, self.specs["keys"]
-        if not spec.persistent:
-            return self.units * num_key_tiles(config, problem)
-        if self.table is None:
-            rows = backward_table.schedule(config, problem, spec, num_sms(device))
-            self.table = torch.tensor(rows, dtype=torch.int32, device=device)
-            self.numbers = numbers_of(config, problem, self.table, len(rows[0]))
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _in_graphs[self.table.data_ptr()] = self.table
-        return self.table.shape[0]
 
     @property
     def is_resolved(self) -> bool:
         """Whether every launch has run once and takes the short way from now on."""
         return all(launch.is_resolved for launch in self.launches.values())
 
-    def launch_of(self, part: str, kernel, programs: int, device: int, **options) -> Launch:
+    def launch_of(self, part: str, kernel, programs: int, device: int) -> Launch:
         """The part's launch, made at its first call."""
         found = self.launches.get(part)
         if found is None:
-            options["num_warps"] = 4
-            found = self.launches[part] = Launch(kernel, (programs,), device, **options)
+            found = self.launches[part] = Launch(kernel, (programs,), device, num_warps=4)
         return found
 
     def described(self, part: str, tensors: list[Tensor], describers) -> list:
@@ -198,7 +171,6 @@ class Steps:
 
 
 _kept: Bounded[tuple, Steps] = Bounded(4096)
-_in_graphs: dict[int, Tensor] = {}  # tables that captured launches read, by address
 
 
 def launch(
@@ -227,7 +199,7 @@ def launch_with(
         tensors, saved = readable(tensors, saved)
         key = _key(config, problem, tensors, saved)
         found = _kept.get(key)
-    steps = found or _new_steps(config or choose_backward(problem), problem, tensors.q.device)
+    steps = found or Steps(config or choose_backward(problem), problem)
     work = _new_work(steps, tensors)
     dsinks = _prepare(steps, tensors, saved, work)
     _make_keys(steps, tensors, saved.dout, work)
@@ -238,14 +210,6 @@ def launch_with(
     if found is None and steps.is_resolved:
         _kept[key] = steps
     return work.dq, work.dk, work.dv, dsinks
-
-
-def _new_steps(config: BackwardConfig, problem: Problem, device: torch.device) -> Steps:
-    """What calls alike will share; a call whose first run is captured in a graph has a CTA for
-    each tile of keys, since no table can be copied then."""
-    if config.persistent and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        config = replace(config, persistent=False)
-    return Steps(config, problem)
 
 
 def _key(config, problem: Problem, tensors: Tensors, saved: Saved) -> tuple:
@@ -320,11 +284,9 @@ def _finish(steps: Steps, tensors: Tensors, work: Work) -> None:
 
 def _make_keys(steps: Steps, tensors: Tensors, dout: Tensor, work: Work) -> None:
     """dK and dV, and, where no other kernel makes it, dQ's float32 sum."""
-    spec = steps.specs["keys"]
-    programs, device = steps.programs(work.dq.device), work.dq.get_device()
-    # CTAs that take several tiles wait for each other, so they must all be there at once.
-    options = {"launch_cooperative_grid": True} if spec.persistent else {}
-    launch = steps.launch_of("keys", attn_bwd_keys_hopper, programs, device, **options)
+    spec, problem = steps.specs["keys"], steps.problem
+    programs = steps.units * num_key_tiles(steps.config, problem)
+    launch = steps.launch_of("keys", attn_bwd_keys_hopper, programs, work.dq.get_device())
 
     def tile(x):
         return describe(x, 64)

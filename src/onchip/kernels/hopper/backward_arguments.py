@@ -40,8 +40,7 @@ class Spec:
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
         apart, ds_buffers: see `BackwardConfig`.
-        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
-        persistent: see `BackwardConfig`.
+        dq_buffers: tiles of dQ in shared memory; not with `apart`.
     """
 
     block_m: int
@@ -62,8 +61,6 @@ class Spec:
     packed: bool
     ds_buffers: int
     dq_buffers: int
-    kv_buffers: int
-    persistent: bool
 
     @property
     def multiplies_first(self) -> bool:
@@ -86,7 +83,6 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
     """The compiled part of a launch: "keys" or "queries"."""
     packed = problem.layout_q is Layout.PACKED
     ordered = problem.deterministic and not config.apart
-    persistent = config.persistent and not packed
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -108,8 +104,6 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         packed=packed,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
-        kv_buffers=2 if persistent else 1,
-        persistent=persistent,
     )
 
 
@@ -139,7 +133,7 @@ def num_key_tiles(config: BackwardConfig, problem: Problem) -> int:
     return -(-problem.seqlen_k // config.block_n)
 
 
-def numbers_of(config: BackwardConfig, problem: Problem, table=None, slots: int = 0) -> tuple:
+def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
     """The kernels' run-time numbers, from seqlen_q to cap."""
     scale, softcap = problem.scale, problem.softcap
     return (
@@ -152,8 +146,6 @@ def numbers_of(config: BackwardConfig, problem: Problem, table=None, slots: int 
         min(problem.mask.left, _UNBOUNDED),
         min(problem.mask.right, _UNBOUNDED),
         *units_of(config, problem),
-        table,
-        slots,
         problem.head_dim // UNIT,
         float(scale),
         scale / softcap if softcap > 0 else scale * LOG2E,

@@ -7,7 +7,7 @@ Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from onchip.problem import Problem
 
@@ -28,9 +28,7 @@ class BackwardConfig:
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
         holds_keys: whether K and V wait in registers, where there are some: a product with an
             operand there reads half as much from shared memory; not with `late`.
-        persistent: whether there are as many CTAs as SMs, K and V of the next tile on their way;
-            not with `late` or `apart`, and packed sequences have a CTA for each tile all the same.
-        lag: tiles of keys between those that add to a head's dQ and those that clear or round it.
+        lag: CTAs between those that add to a head's dQ and those that clear or round it.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -44,7 +42,6 @@ class BackwardConfig:
     starts_at_lse: bool = False
     ds_buffers: int = 2
     holds_keys: bool = False
-    persistent: bool = False
     lag: int = 200
 
     def __post_init__(self):
@@ -56,8 +53,6 @@ class BackwardConfig:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
         if self.apart and (self.starts_at_lse or self.late):
             raise ValueError("apart: got True; allowed: without starts_at_lse and late")
-        if self.persistent and (self.apart or self.late):
-            raise ValueError("persistent: got True; allowed: without late and apart")
         if self.lag < 1:
             raise ValueError(f"lag: got {self.lag}; allowed: 1 or more")
 
@@ -69,24 +64,12 @@ def padded(head_dim: int) -> int:
 
 def choose_backward(problem: Problem) -> BackwardConfig:
     """The backward's config for a problem: a pure function, no device is asked."""
-    config = _CONFIGS[padded(max(problem.head_dim, problem.head_dim_v))]
-    rows = problem.seqlen_q * problem.group
-    if config.persistent and rows > _MOST_ROWS and not problem.deterministic:
-        return replace(config, persistent=False)
-    return config
-
-
-#: Queries of a head of K up to which CTAs take several tiles of keys: 347 TFLOP/s against 318 at
-#: 1k causal, 508 against 497 at 4k; at 16k, where a tile takes longer and a table made before
-#: spreads the work less well than the hardware, 549 against 555 (D = 64, H200, 2026-11-30). In a
-#: fixed order it is 518 against 482 at 16k.
-_MOST_ROWS = 4096
+    width = padded(max(problem.head_dim, problem.head_dim_v))
+    return _CONFIGS[width]
 
 
 _CONFIGS = {
-    64: BackwardConfig(
-        stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True, persistent=True
-    ),
+    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }

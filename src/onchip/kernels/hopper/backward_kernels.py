@@ -16,14 +16,14 @@ from onchip.kernels.hopper import (
 from onchip.kernels.hopper.backward_walk import Sizes, Sources
 
 _SIZES = "seqlen_q seqlen_k num_heads num_kv_heads group stats_width left right".split()
-_SIZES += "units lag slots width".split()
+_SIZES += "units lag width".split()
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def attn_bwd_keys_hopper(
     q, k, v, do, lse, delta, dq_sum, dq, dk, dv, counters, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    units, lag, table, slots, width, scale: gl.float32, factor: gl.float32,
+    units, lag, width, scale: gl.float32, factor: gl.float32,
     cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dK and dV of BN keys of one head of K, and what they add to the float32 dQ.
@@ -32,7 +32,7 @@ def attn_bwd_keys_hopper(
     """
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right, units, lag, table, slots, width,
+        stats_width, left, right, units, lag, width,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # Registers: what a role's sums need, 32 for each 64 x 64 of them, and two of S or dP decide.
@@ -87,14 +87,14 @@ def attn_bwd_keys_hopper(
 def attn_bwd_queries_hopper(
     q, k, v, do, lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
     seqlen_q, seqlen_k, num_heads, num_kv_heads, group, stats_width, left, right,
-    units, lag, table, slots, width, scale: gl.float32, factor: gl.float32,
+    units, lag, width, scale: gl.float32, factor: gl.float32,
     cap: gl.float32, SPEC: gl.constexpr,
 ):  # fmt: skip
     """One CTA: dQ of BM queries of one head; `lse` and `delta` are pointers here."""
     S = backward_queries.new_shared(q.dtype, SPEC)
     sizes = Sizes(
         cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, num_heads, num_kv_heads, group,
-        stats_width, left, right, units, lag, table, slots, width,
+        stats_width, left, right, units, lag, width,
     )  # fmt: skip
     sources = Sources(q, k, v, do, lse, delta)
     # As the default role, a consumer keeps the addresses of its 36 products in registers across

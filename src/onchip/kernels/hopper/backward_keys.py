@@ -89,7 +89,7 @@ def load(
     """The load warp: K and V once, then tiles of queries; at the end it stores dK and dV."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    walk = plan_keys(gl.program_id(0), sizes, SPEC)
+    walk = plan_keys(sizes, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
     if total > 0:  # S wants Q before dP wants V
@@ -124,7 +124,7 @@ def score(S: Shared, sizes: Sizes, factor, cap, SPEC: gl.constexpr):
     DV: gl.constexpr = SPEC.dim_v
     BM: gl.constexpr = SPEC.block_m
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    walk = plan_keys(gl.program_id(0), sizes, SPEC)
+    walk = plan_keys(sizes, SPEC)
     edges = walk.edges * sizes.group
     total = edges + walk.inner * sizes.group
     row = walk.first * BM + walk.shift - walk.own
@@ -188,7 +188,7 @@ def gradient(S: Shared, sizes: Sizes, scale, SPEC: gl.constexpr):
     """The warpgroup of dP and dS: dK += dS^T Q."""
     D: gl.constexpr = SPEC.dim
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    walk = plan_keys(gl.program_id(0), sizes, SPEC)
+    walk = plan_keys(sizes, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     dk = gl.zeros([PIECE, D], gl.float32, K_L)
     mbarrier.wait(S.kv_full.index(1), 0)

@@ -31,8 +31,6 @@ class Sizes(NamedTuple):
     right: gl.tensor
     units: gl.tensor  # heads of K of all sequences
     lag: gl.tensor  # see `backward_round`
-    table: gl.tensor | None  # tiles of keys of each CTA
-    slots: gl.tensor  # tiles of a CTA in the table
     width: gl.tensor  # D in units of 8, not padded
 
 
@@ -112,17 +110,9 @@ class Unit(NamedTuple):
 
 
 @gluon.jit
-def item_of(n, sizes):
-    """The CTA's n-th tile of keys among all tiles; -1 behind its last one."""
-    if sizes.table is None:
-        return gl.where(n == 0, gl.program_id(0), -1)
-    else:
-        return gl.load(sizes.table + gl.program_id(0) * sizes.slots + n)
-
-
-@gluon.jit
-def unit_of(item, sizes, SPEC: gl.constexpr):
-    """The unit of tile number `item` of all tiles of keys."""
+def own_unit(sizes, SPEC: gl.constexpr):
+    """The unit that the CTA belongs to."""
+    item = gl.program_id(0)
     ctas = (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
     index = item // ctas
     place = item - index * ctas
@@ -137,11 +127,11 @@ def unit_of(item, sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def plan_keys(item, sizes, SPEC: gl.constexpr):
-    """The walk over queries of tile number `item` of all tiles of keys."""
+def plan_keys(sizes, SPEC: gl.constexpr):
+    """The walk over queries of the CTA that owns a tile of keys."""
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
-    index, num_n, tile, last_unit = unit_of(item, sizes, SPEC)
+    index, num_n, tile, last_unit = own_unit(sizes, SPEC)
     back = False
     if SPEC.ordered and SPEC.has_right:
         if SPEC.turns_back:
