@@ -14,10 +14,7 @@ from triton.experimental import gluon
 
 from onchip.kernels import fp8_layout
 from onchip.kernels.hopper.barriers import wait_for_turn
-from onchip.kernels.hopper.consumer import (
-    skip_k,
-    store_lse,
-)
+from onchip.kernels.hopper.consumer import skip_k
 from onchip.kernels.hopper.fp8_producer import first_block
 from onchip.kernels.hopper.fp8_weights import (
     first_weights,
@@ -27,6 +24,7 @@ from onchip.kernels.hopper.gluon_names import (
     mbarrier,
     warpgroup_mma,
 )
+from onchip.kernels.hopper.results import store_lse
 from onchip.kernels.hopper.shared import Outputs, plane
 from onchip.kernels.hopper.softmax import Terms, logits, unit_of, with_sink
 from onchip.kernels.hopper.tiles import (
