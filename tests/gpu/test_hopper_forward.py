@@ -325,7 +325,7 @@ def test_rows_of_a_tile_that_lie_apart(forward, dim, length):
     case = Case((length,), (length,), heads=16, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16,
                 causal=True)  # fmt: skip
     call = build(case, "cuda")
-    config = replace(choose_forward(call.problem), folded=True)
+    config = replace(choose_forward(call.problem), folded=True, grouped=False)
     check(call, *forward.launch_with(config, call.problem, call.tensors))
 
 
