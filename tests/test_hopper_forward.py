@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from onchip.kernels.hopper import arguments, repair, repeated
+from onchip.kernels.hopper import arguments, repair, repeated, workspace
 from onchip.kernels.hopper.config import Config, choose_forward, most_pieces
 from onchip.problem import Mask
 from tests.portable_cases import Case, build, check
@@ -337,6 +337,8 @@ def _few_queries(**changes):
         ({"batch": 32}, 1),
         ({"seqlen_k": 256}, 1),
         ({"seqlen_k": 32768, "mask": Mask(1000, 0)}, 1),
+        ({"seqlen_k": 32768, "num_splits": 1}, 1),  # no matter how many neighbours
+        ({"seqlen_k": 131072, "seqlen_q": 96, "batch": 64}, 1),  # 23 waves without
     ],
     ids=str,
 )
@@ -354,3 +356,16 @@ def test_which_calls_have_the_heads_of_a_group_side_by_side():
     for other in ({"seqlen_q": 128}, {"num_heads": 24}, {"num_heads": 8}, {"alibi": 1},
                   {"head_dim": 192}):  # fmt: skip
         assert not choose_forward(_few_queries(**other)).grouped, other
+
+
+def test_a_stream_outgrows_less_memory_than_it_has(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: empty(size, device="meta"))
+    monkeypatch.setattr(workspace, "_floats", {})
+    device = torch.device("cuda", 0)
+    found = {id(x): x for x in (workspace.floats(device, 1000 * n) for n in range(1, 101))}
+    sizes = sorted(len(x) for x in found.values())
+    assert sizes[-1] >= 100_000 and sum(sizes[:-1]) < sizes[-1]
+    assert workspace.floats(device, 5) is workspace.floats(device, 100_000)

@@ -35,9 +35,9 @@ def buffers(problem: Problem, config: Any, arch: str) -> dict[str, int]:
     """
     d, d_v = padded(problem.head_dim), padded(problem.head_dim_v)
     itemsize = problem.dtype.itemsize
-    if config.direct:  # q changes its place once, while the first tiles arrive
+    if config.direct:  # each warp loads q as a product's operand
         token = config.num_stages * config.block_n * problem.kv_dtype.itemsize
-        return {"k": d * token, "v": d_v * token, "q": config.rows * d * itemsize}
+        return {"k": d * token, "v": d_v * token}
     warpgroups = arch == "sm_90" and not config.groups and config.rows >= 64
     copies = config.num_stages if warpgroups else max(1, config.num_stages - 1)
     token = copies * config.block_n * problem.kv_dtype.itemsize

@@ -129,12 +129,16 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
     """Pieces that the keys of a tile are cut into at most, from a model of the time in K/V tiles.
 
     A CTA's start and end take about as long as three tiles, and so does the meeting of pieces;
-    where not all run at once the last one merges them alone.
+    where not all run at once the last one merges them alone. A number of splits is the caller's
+    (one: the sums of a sequence must not hang on its neighbours), and rows that fill two waves
+    are not cut, so that partial results take no more than `_MOST_PIECES` times that room.
     """
-    if not config.grouped or problem.mask.left >= 0:
+    if not config.grouped or problem.mask.left >= 0 or problem.num_splits:
         return 1
     num_rows = -(-problem.seqlen_q * problem.group // config.block_m)
     num_rows *= problem.batch * problem.num_kv_heads
+    if num_rows > 2 * num_ctas:
+        return 1
     num_tiles = -(-problem.seqlen_k // config.block_n)
 
     def cost(pieces: int) -> float:

@@ -32,6 +32,7 @@ def take(device: torch.device, size: int = NUM_COUNTERS) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _by_stream.get(key)
     if found is None or len(found) < size:
+        size = 1 << (size - 1).bit_length()
         if device.index not in _ready:
             _ready[device.index] = [_zeros(device, _CAPTURED), 0]
             torch.cuda.current_stream(device).synchronize()  # graphs may run on any stream
@@ -46,6 +47,9 @@ def floats(device: torch.device, size: int) -> Tensor:
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _floats.get(key)
     if found is None or len(found) < size:
+        # Launches that are repeated keep the memory they had: by powers of two all that a stream
+        # outgrows is less than what it has.
+        size = 1 << (size - 1).bit_length()
         found = _floats[key] = torch.empty(size, dtype=torch.float32, device=device)
     return found
 
