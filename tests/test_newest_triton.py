@@ -37,8 +37,9 @@ def test_the_forward():
     for used in _compiled("hopper_forward_compiles.py", shapes + pages):
         assert used["wgmma"] > 0, used
         # Three warpgroups whose releases stay unpinned (3 % quicker with 3.6, which spills nothing
-        # there): 3.9 moves up to 23 registers in two of them; what that costs was not measured.
-        most = 24 if (used["dim"], used["features"]) == (64, "causal") else 0
+        # there): 3.9 moves up to 23 registers in two of them, and 2 in a masked walk over pieces;
+        # what that costs was not measured.
+        most = {(64, "causal"): 24, (128, "pieces"): 2}.get((used["dim"], used["features"]), 0)
         assert all(walk["spills"] <= most for walk in used["walks"]), used
 
 
