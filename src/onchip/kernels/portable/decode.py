@@ -121,7 +121,7 @@ def _shares(
 ):  # fmt: skip
     """Pieces of every sequence, and their running sum.
 
-    Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about three for
+    Equal lengths: `splits` pieces each. Unequal ones: pieces in proportion, about `sm_pieces` for
     each SM.
     """
     every = tl.arange(0, SPEC.batch_padded)
@@ -129,8 +129,8 @@ def _shares(
     total = tl.sum(tiles, 0)
     unequal = tl.max(tiles, 0) * num_sequences * 4 > total * 5
     work = tl.maximum(total * units, 1)
-    # tiles * num_sms * 3 would overflow at 2^31 only beyond 2^22 tiles of one sequence
-    wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * 3, work), splits)
+    # With 3 pieces an SM the product would overflow at 2^31 only beyond 2^22 tiles of one sequence
+    wanted = tl.where(unequal, tl.cdiv(tiles * num_sms * SPEC.sm_pieces, work), splits)
     counts = tl.where(every < num_sequences, _pieces(tiles, wanted, SPEC), 0)
     return counts, tl.cumsum(counts, 0)
 

@@ -52,7 +52,7 @@ class DecodeSpec:
         precision: of float32 matrix products.
         batch_padded: power of two >= B where unequal lengths are cut evenly, else 1.
         min_tiles: fewest tiles in a piece.
-        sm_pieces: pieces of unequal sequences that an SM gets in `decode_direct`, about.
+        sm_pieces: pieces of unequal sequences that an SM gets, about.
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.

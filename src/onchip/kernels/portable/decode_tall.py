@@ -57,7 +57,6 @@ from onchip.kernels.portable.decode_tall_tiles import (
     consumer,
 )
 
-PDL = True
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -99,12 +98,12 @@ class Tall:
 
 @gluon.jit
 def _cut(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program; unequal lengths get about three pieces an SM."""
+    """Sequence, piece, pieces and first program; unequal lengths get `sm_pieces` an SM, about."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     every = gl.arange(0, SPEC.batch_padded, FLAT)
     lengths = gl.load(seqused_k + every, mask=every < num_sequences, other=0)
     tiles = gl.cdiv(lengths, SPEC.block_n)
-    return located(every, tiles, num_sequences, splits, 3 * num_sms, SPEC)
+    return located(every, tiles, num_sequences, splits, SPEC.sm_pieces * num_sms, SPEC)
 
 
 @gluon.jit
@@ -288,4 +287,4 @@ def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:
     """Of 64 rows two CTAs run on an SM: half of its registers for each."""
     options = {"maxnreg": 128} if spec.rows == 64 else {}
     # A dependent launch: it is set up while what runs before it ends.
-    return Launch(attn_decode_tall, grid, device, num_warps=4, launch_pdl=PDL, **options)
+    return Launch(attn_decode_tall, grid, device, num_warps=4, launch_pdl=True, **options)
