@@ -201,7 +201,7 @@ def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
     """Windows, packed sequences and memory, from the same run as `gpu`."""
     report = json.loads(path.read_text(encoding="utf-8"))
     head = ["case", "part", "D", "mask", "measured", "against"]
-    shown = ("memory", "window", "varlen")
+    shown = ("memory", "window", "groups", "varlen")
     rows = [_varied_row(row) for row in report.get("varied", []) if row["case"] in shown]
     return table(head, rows) if rows else "No results recorded yet."
 
@@ -216,6 +216,9 @@ def _varied_row(row: dict) -> list[str]:
         share = f"{row['of_causal']:.3f}x"
         return ["window of 1024 at N = 16k", part, dim, "causal", share, "time of full causal"]
     mask = "causal" if row["causal"] else "full"
+    if row["case"] == "groups":
+        share = f"{row['of_equal']:.2f}x"
+        return ["a quarter of the K heads at N = 4096", part, dim, mask, share, "speed of equal"]
     share = f"{row['of_dense']:.2f}x"
     return ["64 packed sequences", part, dim, mask, share, "FLOP/s of dense at their mean length"]
 

@@ -1,5 +1,5 @@
-"""Calls other than dense squares on a GPU: a window, packed sequences, sums in a fixed order,
-memory, a long layer.
+"""Calls other than dense squares on a GPU: a window, fewer key and value heads, packed sequences,
+sums in a fixed order, memory, a long layer.
 
 Each is held against onchip's own dense call of the same kernel, measured in turns; the layer of a
 long sequence against peers.
@@ -58,6 +58,22 @@ def window(dim: int, rounds: int, kernel: str | None) -> list[dict]:
         us = _medians_us({"full": full[part], "window": cut[part]}, rounds)
         ratio = us["window"] / us["full"]
         rows.append({"case": "window", "part": part, "dim": dim, **us, "of_causal": ratio})
+    return rows
+
+
+def groups(dim: int, rounds: int, kernel: str | None) -> list[dict]:
+    """Time with a quarter of the key and value heads against as many as queries have, N = 4k."""
+    length, heads = 4096, WIDTH // dim
+    q, k, v = _leaves(TOKENS // length, length, heads, dim)
+    few = [x.detach()[:, :, : heads // 4].contiguous().requires_grad_() for x in (k, v)]
+    rows = []
+    for causal in (False, True):
+        call = functools.partial(attention, causal=causal, kernel=kernel)
+        equal, grouped = _parts(call, [q, k, v]), _parts(call, [q, *few])
+        for part in equal:
+            us = _medians_us({"equal": equal[part], "grouped": grouped[part]}, rounds)
+            row = {"case": "groups", "part": part, "dim": dim, "causal": causal, **us}
+            rows.append({**row, "of_equal": us["equal"] / us["grouped"]})
     return rows
 
 
@@ -167,6 +183,7 @@ def measure(rounds: int, kernel: str | None) -> list[dict]:
     jobs: list[Callable[[], list[dict]]] = [lambda: [memory(kernel)]]
     for dim in (64, 128, 256):
         jobs.append(lambda dim=dim: window(dim, rounds, kernel))
+        jobs.append(lambda dim=dim: groups(dim, rounds, kernel))
         jobs.append(lambda dim=dim: [deterministic(dim, rounds, kernel)])
         for causal in (False, True):
             jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds, kernel))
