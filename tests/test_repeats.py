@@ -130,6 +130,8 @@ def test_whoever_listens_is_heard(kept, monkeypatch):
         assert find(given()) is None
     with torch.autograd.profiler.profile():
         assert find(given()) is None
+    with torch.autocast("cpu"):
+        assert find(given()) is None
     monkeypatch.setenv("ONCHIP_CHECK", "1")
     assert find(given()) is None
     monkeypatch.delenv("ONCHIP_CHECK")
@@ -154,6 +156,41 @@ def test_sources_are_the_callers_own_tensors():
     table = torch.arange(2, dtype=torch.int32)[:, None]  # our own: comes after the caller's
     read = repeats._read(Tensors(q, k, v, block_table=table, seqused_k=lengths))
     assert repeats._sources(read, tensors[:4] + (None,) * 12, table, None)[3] == 4
+
+
+def test_an_append_wants_places_that_stand():
+    """k_cache as v_cache would move the lengths, which an append puts in their place."""
+    kv, new = torch.zeros(9, 4, 2, 8), torch.zeros(2, 1, 2, 8)
+    call = repeats.asked(given(k_cache=kv, v_cache=kv, k=new, v=new), NUMBERS)
+    assert call is not None and call.again == ((2, 1), (6, 5))
+    assert not repeats._may_append(call.again)
+    assert repeats._may_append(((6, 5),)) and repeats._may_append(())
+    assert not repeats._may_append(((5, 0),)) and not repeats._may_append(((9, 3),))
+
+
+@pytest.mark.parametrize("way", ["by key", "recent"])
+def test_one_tensor_in_two_places_is_told_from_two(way):
+    """As one scale for keys and values."""
+    scale, other = torch.zeros(1), torch.zeros(1)
+    once = given(k=scale, v=other)
+    twice = given(k=scale, v=scale)
+    for kept, others in ((once, twice), (twice, once)):
+        repeats._kept.clear()
+        repeats._recent = ()
+        call = repeats.asked(kept, NUMBERS)
+        found = repeats.Repeat(repeats._guards(call.tensors), Launched(), (0, 5, -1))
+        repeats._kept[call.key] = [found]
+        assert find(kept) is found
+        if way == "recent":
+            repeats._kept.clear()
+        assert find(kept) is found and find(others) is None
+        again = given(k=other, v=other) if kept is twice else given(k=other, v=scale)
+        assert find(again) is found
+        _, places = repeats.lookup(again, NUMBERS)[0]
+        assert len(places) == (6 if kept is twice else 7) and places[5] == other.data_ptr()
+    assert repeats._sources((scale, scale), twice, None, None) == (5, 5)
+    repeats._kept.clear()
+    repeats._recent = ()
 
 
 def test_calls_on_a_cpu_are_not_kept():

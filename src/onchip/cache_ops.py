@@ -91,10 +91,11 @@ def append(new: NewTokens) -> tuple[Tensor, Tensor]:
 
 
 def mark_written(*caches: Tensor) -> None:
-    """Tells autograd that kernels wrote to these, past torch's dispatcher."""
-    for cache in caches:
-        if not cache.is_inference():
-            torch.autograd.graph.increment_version(cache)
+    """Tells autograd that kernels wrote to these, past torch's dispatcher.
+
+    Inference tensors have no version; torch passes over them.
+    """
+    torch.autograd.graph.increment_version(caches)
 
 
 def _append(new: NewTokens) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,7 @@ class Repeat:
     @property
     def is_ready(self) -> bool:
         """Whether launches may take addresses now: no profiler listens, the device is current."""
-        append = self._append
-        return self._attend.is_ready and (append is None or append.is_ready)
+        return self._attend.is_ready  # an append was, when it was kept: same device, same hooks
 
     def __call__(self, q: Tensor, places: list) -> tuple[Tensor, Tensor | None]:
         """Runs the launches on the call's addresses; out and, if it was asked for, lse."""
@@ -97,9 +96,10 @@ class Asked(NamedTuple):
 
     Args:
         key: what is hashed of it.
-        tensors: those that are there.
+        tensors: those that are there, each once.
         places: their addresses.
         given: all of them, None for those that are not.
+        again: (place, earlier place) of those that are given twice, as one scale for K and V.
         numbers: the other arguments.
     """
 
@@ -107,6 +107,7 @@ class Asked(NamedTuple):
     tensors: list
     places: list
     given: Sequence[Tensor | None]
+    again: tuple[tuple[int, int], ...]
     numbers: tuple
 
 
@@ -115,8 +116,9 @@ class _Recent(NamedTuple):
 
     Args:
         repeat: its launches.
-        present: picks the tensors that are there from those given.
-        absent: picks the others, all None.
+        present: picks the tensors that are there from those given, each once.
+        absent: picks those that are not, all None.
+        again: see `Asked`.
         numbers: equal, of equal types.
         types: of the numbers and of what the last of them holds.
         modes: see `_modes`.
@@ -125,6 +127,7 @@ class _Recent(NamedTuple):
     repeat: Repeat
     present: itemgetter
     absent: itemgetter
+    again: tuple[tuple[int, int], ...]
     numbers: tuple
     types: list
     modes: tuple
@@ -143,13 +146,13 @@ def recent(given: Sequence[Tensor | None], numbers: tuple) -> tuple[Repeat, list
     if not _recent or _is_watched():
         return None
     try:
-        types = [*map(type, numbers), *map(type, numbers[-1])]
         modes = _modes()
         for call in _recent:
-            # Types first: to compare with a tensor that is no number would make a tensor.
-            if call.types != types or call.numbers != numbers or call.modes != modes:
+            if call.modes != modes or not _are_alike(call, numbers):
                 continue
             if not all(map(is_, call.absent(given), endlessly(None))):
+                continue
+            if call.again and not all(given[i] is given[j] for i, j in call.again):
                 continue
             tensors = call.present(given)
             if not call.repeat.fits(*tensors):
@@ -163,15 +166,26 @@ def recent(given: Sequence[Tensor | None], numbers: tuple) -> tuple[Repeat, list
     return None
 
 
+def _are_alike(call: _Recent, numbers: tuple) -> bool:
+    """Whether a call's numbers are these: the same objects, as defaults are, or equal ones."""
+    if len(call.numbers) == len(numbers) and all(map(is_, call.numbers, numbers)):
+        return True
+    # Types first: to compare with a tensor that is no number would make a tensor.
+    types = [*map(type, numbers), *map(type, numbers[-1])]
+    return call.types == types and call.numbers == numbers
+
+
 def _remember(call: Asked, repeat: Repeat) -> None:
     """Puts a call in front of the recent ones."""
     global _recent
     if reduce(or_, call.places) & 15:
         return
-    there = [i for i, x in enumerate(call.given) if x is not None]
+    second = {i for i, _ in call.again}
+    there = [i for i, x in enumerate(call.given) if x is not None and i not in second]
     absent = [i for i, x in enumerate(call.given) if x is None]
     types = [*map(type, call.numbers), *map(type, call.numbers[-1])]
-    new = _Recent(repeat, _picks(there), _picks(absent), call.numbers, types, _modes())
+    picks = (_picks(there), _picks(absent), call.again)
+    new = _Recent(repeat, *picks, call.numbers, types, _modes())
     _recent = (new, *[x for x in _recent if x.repeat is not repeat][: _MOST_RECENT - 1])
 
 
@@ -188,13 +202,15 @@ def _modes() -> tuple:
 
 
 def _is_watched() -> bool:
-    """Whether somebody wants to see a call's operators, or its checks."""
+    """Whether somebody wants to see a call's operators, or its checks.
+
+    Guards see autocast: a call that was kept without it does not fit with it.
+    """
     return (
         torch.autograd.profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or env.CHECK.is_set()
-        or torch.is_autocast_enabled("cuda")
     )
 
 
@@ -216,10 +232,14 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
             v, alibi_slopes and sinks.
         numbers: the other arguments, `window` last; equal ones of other types differ.
     """
-    if TensorGuards is None or _is_watched() or type(given[0]) is not Tensor:
+    if TensorGuards is None or _is_watched() or torch.is_autocast_enabled("cuda"):
+        return None
+    if type(given[0]) is not Tensor:
         return None  # a fake tensor has no address
     try:
-        tensors = [x for x in given if x is not None]
+        tensors, again = [x for x in given if x is not None], ()
+        if len({*map(id, tensors)}) < len(tensors):
+            tensors, again = _present(given), _again(given)
         places = [*map(_data_ptr, tensors)]
         key = (
             # Not all shapes: the guards tell apart what these do not.
@@ -227,6 +247,7 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
             tensors[1].shape,
             tensors[min(4, len(tensors) - 1)].shape,
             *map(type, given),  # which are there
+            again,
             *[place & 15 for place in places],
             *_modes(),
             *numbers,
@@ -235,7 +256,7 @@ def asked(given: Sequence[Tensor | None], numbers: tuple) -> Asked | None:
         )
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks will say it
         return None
-    return Asked(key, tensors, places, given, numbers)
+    return Asked(key, tensors, places, given, again, numbers)
 
 
 _data_ptr = Tensor.data_ptr
@@ -270,6 +291,12 @@ def find(call: Asked | None) -> Repeat | None:
     return None
 
 
+def _may_append(again: Sequence[tuple[int, int]]) -> bool:
+    """Whether q and lengths, of which an append makes new ones, are given once, and no tensor
+    before the lengths is given twice, which would move their place."""
+    return all(i > _SEQLENS and j not in (_Q, _SEQLENS) for i, j in again)
+
+
 def keep(
     asked_for: Asked | None,
     given: Sequence[Tensor | None],
@@ -298,6 +325,8 @@ def keep(
         return
     named = given
     if new is not None:
+        if not _may_append(asked_for.again):
+            return
         named = (tensors.q, *given[1:_SEQLENS], tensors.seqused_k, *given[_SEQLENS + 1 :])
     table, batch_idx = tensors.block_table, given[_BATCH_IDX]
     own = () if new is None else _sources(new.tensors, given, table, batch_idx)
@@ -346,8 +375,6 @@ def keep_dense(
 
 def _put(asked_for: Asked, attend, sources, table=None, append=None, own=()) -> None:
     """Keeps launches for calls like this one."""
-    if len({*map(id, asked_for.tensors)}) < len(asked_for.tensors):
-        return  # one tensor in two places: others would be taken for it
     guards = _guards(asked_for.tensors)
     if guards is None:
         return
@@ -382,7 +409,16 @@ def _guards(tensors: list[Tensor]) -> Any:
 
 
 def _present(given: Sequence[Tensor | None]) -> list[Tensor]:
-    return [x for x in given if x is not None]
+    """Those that are there, each once."""
+    second = {i for i, _ in _again(given)}
+    return [x for i, x in enumerate(given) if x is not None and i not in second]
+
+
+def _again(given: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
+    """See `Asked`."""
+    first: dict[int, int] = {}
+    places = ((i, first.setdefault(id(x), i)) for i, x in enumerate(given) if x is not None)
+    return tuple((i, earlier) for i, earlier in places if earlier < i)
 
 
 def _read(t: Tensors) -> tuple[Tensor | None, ...]:

@@ -83,6 +83,28 @@ def test_decode_follows_its_tensors():
             torch.testing.assert_close(out[b : b + 1], alone, rtol=2e-2, atol=1e-2)
 
 
+def test_one_scale_for_keys_and_values_goes_straight_to_its_launch(monkeypatch):
+    calls = []
+    run = repeats.Repeat.__call__
+    monkeypatch.setattr(repeats.Repeat, "__call__", lambda *a: calls.append(1) or run(*a))
+    k, v = (torch.randn(8, 16, 2, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    table = torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4)
+    q = torch.randn(2, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([64, 17], device="cuda", dtype=torch.int32)
+    one, two = (torch.full((2,), x, device="cuda") for x in (0.5, 2.0))
+    for scales in [(one, one), (one, two), (two, two), (two, one)] * 3:
+        named = {"k_scale": scales[0], "v_scale": scales[1]}
+        out = onchip.attention_with_kvcache(
+            q, k, v, cache_seqlens=lengths, block_table=table, **named
+        )
+        wide = [x.float() * float(scale[0]) for x, scale in zip((k, v), scales, strict=True)]
+        want = onchip.attention_with_kvcache(
+            q.float(), *wide, cache_seqlens=lengths, block_table=table
+        )
+        torch.testing.assert_close(out.float(), want, rtol=1e-2, atol=4e-3 * float(scales[1][0]))
+    assert len(calls) >= 10
+
+
 @pytest.mark.parametrize(("kernel", "num_launches"), [("portable", 1), ("hopper", 2)])
 def test_a_profiler_of_tritons_hears_of_resolved_launches(kernel, num_launches):
     from triton import knobs

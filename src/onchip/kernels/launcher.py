@@ -111,7 +111,13 @@ class Launch:
     @property
     def takes_addresses(self) -> bool:
         """Whether what `on` gives may be called now."""
-        return not self._metas and self.is_direct
+        # As `is_direct`, in one step: a decode's host time is counted in such.
+        return (
+            self._run is not None
+            and not self._metas
+            and torch._C._cuda_getDevice() == self._device
+            and not _has_hooks()
+        )
 
     def on(self, stream: int) -> tuple[Callable, tuple]:
         """The compiled launcher and its first arguments, only while `takes_addresses`.
@@ -238,8 +244,7 @@ class Launch:
 def _has_hooks() -> bool:
     """Whether a profiler of Triton's wants to hear of launches."""
     runtime = knobs.runtime
-    return bool(_calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
-
-
-def _calls(hook) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -67,8 +67,9 @@ class Repeated:
     def is_ready(self) -> bool:
         """Whether it may be called now."""
         run, merge = self._plan.run, self._plan.merge
-        ready = run.is_direct if self._like else run.takes_addresses
-        return ready and (merge is None or merge.takes_addresses)
+        if not (run.is_direct if self._like else run.takes_addresses):
+            return False
+        return merge is None or merge.takes_addresses
 
     def __call__(self, q: Tensor, places: tuple) -> tuple[Tensor, Tensor | None]:
         stream = torch._C._cuda_getCurrentRawStream(self._plan.device.index)
