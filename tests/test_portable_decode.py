@@ -290,16 +290,22 @@ def _dealt(tiles: list[int], programs: tuple[int, int], splits: int, num_pieces:
         cdiv=lambda a, b: -(-a // b),
         where=lambda c, a, b: (a if c else b) if isinstance(c, bool) else torch.where(c, a, b),
         maximum=max,
+        static_range=range,
         associative_scan=lambda x, axis, combine: x.cumsum(axis),
         program_id=lambda axis: program[0],
         num_programs=lambda axis: programs[axis],
         int32=torch.int32,
         constexpr=None,
     )
-    dealt = types.FunctionType(decode_cuts.dealt.fn.__code__, {"gl": language, "_add": None})
+    names = {"gl": language, "_add": None, "_CLASS_BITS": decode_cuts._CLASS_BITS.value}
+    names["_MOST_IN_CLASSES"] = decode_cuts._MOST_IN_CLASSES.value
+    for name in ("_of_class", "dealt"):
+        names[name] = types.FunctionType(getattr(decode_cuts, name).fn.__code__, names)
+    dealt = names["dealt"]
     padded = torch.zeros(1 << len(tiles).bit_length(), dtype=torch.int32)
     padded[: len(tiles)] = torch.tensor(tiles)
-    every, spec = torch.arange(len(padded)), types.SimpleNamespace(min_tiles=2)
+    every = torch.arange(len(padded))
+    spec = types.SimpleNamespace(min_tiles=2, batch_padded=len(padded))
     found = []
     for program[0] in range(programs[1]):
         found.append(dealt(every, padded, len(tiles), splits, num_pieces, spec))
@@ -307,7 +313,9 @@ def _dealt(tiles: list[int], programs: tuple[int, int], splits: int, num_pieces:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", ["equal", "log_uniform", "one_long", "with_empty", "all_empty"])
+@pytest.mark.parametrize(
+    "name", ["equal", "log_uniform", "one_long", "with_empty", "all_empty", "many"]
+)
 def test_pieces_of_the_walk_in_gluon_cover_all_tiles_once(name, splits):
     generator = torch.Generator().manual_seed(1)
     lengths = {
@@ -316,8 +324,9 @@ def test_pieces_of_the_walk_in_gluon_cover_all_tiles_once(name, splits):
         "one_long": [16] * 63 + [2048],
         "with_empty": [0, 5, 1, 0, 2, 900, 0],
         "all_empty": [0, 0, 0],
+        "many": torch.randint(0, 90, (300,), generator=generator).tolist() + [4000],
     }[name]
-    heads, num_pieces = 8, 7 * 132
+    heads, num_pieces = 8, 4 * 132
     num_programs = len(lengths) + max(len(lengths) * (splits - 1), -(-num_pieces // heads))
     found = _dealt(lengths, (heads, num_programs), splits, num_pieces)
     walked = {sequence: [] for sequence in range(len(lengths))}
@@ -332,8 +341,10 @@ def test_pieces_of_the_walk_in_gluon_cover_all_tiles_once(name, splits):
     assert all(sorted(walked[b]) == list(range(n)) for b, n in enumerate(lengths))
     real = [x for x in found if x[0] < len(lengths)]
     assert len(places) == len(real) and max(places) < num_programs
-    whole = [index * size + size <= lengths[b] for b, index, _, _, size in real]
-    assert whole == sorted(whole, reverse=True)  # short pieces come last
+    tiles = [min(size, lengths[b] - index * size) for b, index, _, _, size in real]
+    num_classes = 16 if len(lengths) <= 256 else 1
+    classes = [num_classes * n // size for n, (*_, size) in zip(tiles, real, strict=True)]
+    assert classes == sorted(classes, reverse=True)  # short pieces come last
 
 
 SCRIPT = Path(__file__).with_name("portable_decode_compiles.py")

@@ -21,10 +21,11 @@ from onchip.problem import Layout, Problem
 MAX_SPLITS = 128
 #: Query rows (queries of a sequence x heads of a group) of one program, at most.
 MAX_ROWS = 64
-#: Pieces of unequal sequences that an SM gets in the direct walk. H200, 2026-11-30, with 6, 7 and
-#: 10, us: 64 sequences of log-uniform lengths 308, 302 and 304, two other such draws 383, 380 and
-#: 379 and 310, 312 and 309, one of 128k beside 63 of 1k 183, 196 and 197.
-_SM_PIECES = 7
+#: Pieces of unequal sequences that an SM gets in the direct walk. H200, 2026-11-30, with 2 to 6,
+#: us: 64 sequences of log-uniform lengths 304.5, 307.0, 302.4, 303.8 and 303.0, two other such
+#: draws 377.9, 378.0, 375.4, 376.5, 374.7 and 308.0, 310.6, 306.6, 311.1, 308.6, one of 128k
+#: beside 63 of 1k 187.7, 185.5, 186.2, 189.6, 187.8; float8 with 4, 5 and 6 197, 219 and 215.
+_SM_PIECES = 4
 #: Fewest tiles in a piece, unless the caller says how many pieces there are.
 MIN_TILES = 2
 
