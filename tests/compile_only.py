@@ -178,7 +178,32 @@ def resources(binary) -> dict:
         "mma": len(re.findall(r"\b[HQI]MMA\b", sass)),
         "tma_loads": len(re.findall(r"\bUTMALDG\b", sass)),
         "warnings": assembler_warnings(binary),
+        "scratch_on_barriers": scratch_on_barriers(binary.asm["ptx"]),
     }
+
+
+def scratch_on_barriers(ptx: str) -> list[int]:
+    """Offsets in shared memory of an mbarrier that was begun where plain accesses go as well.
+
+    Triton (3.6) gives the memory of a barrier that nobody waits for to scratch, without ending the
+    barrier first, as PTX asks for; what is stored there turns into the barrier's state again.
+    """
+    registers: dict[str, int] = {}
+    begun, plain = set(), set()
+    for line in ptx.splitlines():
+        if sum_ := re.search(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", line):
+            registers[sum_[1]] = int(sum_[2])
+        elif base := re.search(r"mov\.b32\s+(%r\d+), global_smem;", line):
+            registers[base[1]] = 0
+        access = re.search(r"(\S+)\s.*\[\s*(%r\d+|global_smem)(?:\s*\+\s*(\d+))?\s*\]", line)
+        if access and (access[2] == "global_smem" or access[2] in registers):
+            at = registers.get(access[2], 0) + int(access[3] or 0)
+            if "mbarrier.init" in line:
+                begun.add(at)
+            elif re.search(r"\b(ld|st)\.shared(::cta)?\.", line):
+                plain.add(at)
+    assert begun or "mbarrier.init" not in ptx, "PTX whose barriers are not found"
+    return sorted(x for x in begun if plain & set(range(x, x + 8)))
 
 
 def assembler_warnings(binary) -> list[str]:

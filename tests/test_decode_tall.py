@@ -184,6 +184,7 @@ def test_it_compiles_and_no_products_wait_for_each_other():
     for used in walks:
         print(used)
         assert used["warnings"] == [], used  # C7510 to C7514: wgmma is serialised
+        assert used["scratch_on_barriers"] == [], used
         assert used["spill_bytes"] <= 160, used
         main = [walk for walk in used["walks"] if walk["instructions"] < 500]
         assert main and all(walk["spills"] == 0 for walk in main), used

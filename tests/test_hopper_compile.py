@@ -82,6 +82,7 @@ def test_every_variant_fits_and_no_products_wait_for_each_other(compiled):
         assert used["shared_bytes"] <= SHARED_BYTES, used
         assert used["wgmma"] > 0 and used["tma_loads"] > 0, used
         assert used["warnings"] == [], used  # C7510: wgmma is serialised
+        assert used["scratch_on_barriers"] == [], used
 
 
 def test_the_main_walks_spill_nothing(compiled):

@@ -46,6 +46,7 @@ def test_it_fits_and_no_products_wait_for_each_other():
         assert used["shared_bytes"] <= SHARED_BYTES, used
         assert used["qgmma"] > 0 and used["tma_loads"] > 0, used
         assert used["warnings"] == [], used  # C7510: wgmma is serialised
+        assert used["scratch_on_barriers"] == [], used
         if used["features"] in ("full", "causal", "short"):
             # Between tiles at D = 64, where three warpgroups share the registers, and at D = 256,
             # where O alone takes half of them.

@@ -187,6 +187,25 @@ def test_pieces_in_graphs_and_again_and_again(forward, batch, pieces):
         torch.testing.assert_close(out[:1].double().cpu(), want, rtol=0, atol=2e-2)
 
 
+def test_with_one_split_neighbours_change_no_bit_of_a_sequence():
+    call = build(replace(SHORT["pages_of_16"], dim=128, dim_v=128, dtype=BF16), "cuda")
+    t = call.tensors
+    q = torch.randn(len(t.seqused_k), 100, *t.q.shape[2:], device="cuda", dtype=BF16)
+
+    def attend(own: slice, num_splits: int | None):
+        return onchip.attention_with_kvcache(
+            q[own], t.k, t.v, cache_seqlens=t.seqused_k[own], block_table=t.block_table[own],
+            causal=True, num_splits=num_splits, return_lse=True,
+        )  # fmt: skip
+
+    out, lse = attend(slice(None), 1)
+    for b in range(len(q)):
+        alone = attend(slice(b, b + 1), 1)
+        assert torch.equal(alone[0], out[b : b + 1]) and torch.equal(alone[1], lse[b : b + 1])
+    # A row of few keys has outputs of 4 and more, which bfloat16 rounds by 0.016.
+    torch.testing.assert_close(attend(slice(None), None)[0], out, rtol=0, atol=4e-2)
+
+
 @pytest.mark.parametrize("dims", ODD_DIMS, ids=str)
 @pytest.mark.parametrize("name", ["plain", "causal_more_keys", "packed_causal", "all_terms"])
 def test_head_dimensions(forward, name, dims):

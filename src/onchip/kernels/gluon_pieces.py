@@ -70,18 +70,19 @@ def in_whole_powers(acc, top, total):
 
 
 @gluon.jit
-def put_aside(acc, top, total, piece, to: Partials, W: gl.constexpr, KEPT: gl.constexpr):
-    """Stores what is known of 64 rows from piece number `piece` of all."""
+def put_aside(acc, top, total, piece, num_rows, to: Partials, W: gl.constexpr,
+              KEPT: gl.constexpr):  # fmt: skip
+    """Stores what is known of the first `num_rows` rows from piece number `piece` of all."""
     LAYOUT: gl.constexpr = acc.type.layout
     WIDTH: gl.constexpr = acc.shape[1]
     row = W * 64 + gl.arange(0, 64, top.type.layout)
     at = gl.cast(piece, gl.int64) * KEPT + row
-    gl.store(to.stats + at * 2, top, mask=row < KEPT)
-    gl.store(to.stats + at * 2 + 1, total, mask=row < KEPT)
+    gl.store(to.stats + at * 2, top, mask=row < num_rows)
+    gl.store(to.stats + at * 2 + 1, total, mask=row < num_rows)
     out_row = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     place = (gl.cast(piece, gl.int64) * KEPT + out_row) * WIDTH
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    gl.store(to.out + place[:, None] + column[None, :], acc, mask=(out_row < KEPT)[:, None])
+    gl.store(to.out + place[:, None] + column[None, :], acc, mask=(out_row < num_rows)[:, None])
 
 
 @gluon.jit
@@ -93,8 +94,8 @@ def come(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr
 
 @gluon.jit
 def with_other(
-    acc, top, total, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
-    KEPT: gl.constexpr,
+    acc, top, total, branch: Branch, num_rows, to: Partials, W: gl.constexpr,
+    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """The last comer's piece with the other one of two, both `in_whole_powers`."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -103,12 +104,12 @@ def with_other(
     other = branch.first + 1 - branch.index
     row = W * 64 + gl.arange(0, 64, top.type.layout)
     at = gl.cast(other, gl.int64) * KEPT + row
-    other_top = _from_l2(to.stats + at * 2, row < KEPT, LOWEST)
-    other_total = _from_l2(to.stats + at * 2 + 1, row < KEPT, 0.0)
+    other_top = _from_l2(to.stats + at * 2, row < num_rows, LOWEST)
+    other_total = _from_l2(to.stats + at * 2 + 1, row < num_rows, 0.0)
     out_row = W * 64 + gl.arange(0, 64, ROWS)
     place = (gl.cast(other, gl.int64) * KEPT + out_row) * WIDTH
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    out = _from_l2(to.out + place[:, None] + column[None, :], (out_row < KEPT)[:, None], 0.0)
+    out = _from_l2(to.out + place[:, None] + column[None, :], (out_row < num_rows)[:, None], 0.0)
     gl.store(_counter(branch, to, W, WARPGROUPS), 0)
     both = gl.maximum(top, other_top)
     weight = gl.exp2(top - both)
@@ -151,7 +152,7 @@ def leave(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexp
 
 
 @gluon.jit
-def merged(slab, branch: Branch, to: Partials, W: gl.constexpr, KEPT: gl.constexpr,
+def merged(slab, branch: Branch, num_rows, to: Partials, W: gl.constexpr, KEPT: gl.constexpr,
            WIDTH: gl.constexpr):  # fmt: skip
     """16 rows of all pieces.
 
@@ -167,7 +168,7 @@ def merged(slab, branch: Branch, to: Partials, W: gl.constexpr, KEPT: gl.constex
     for start in range(0, branch.count, _AT_ONCE):
         tops, sums, outs = (), (), ()
         for i in gl.static_range(_AT_ONCE):
-            seen = (row < KEPT) & (start + i < branch.count)
+            seen = (row < num_rows) & (start + i < branch.count)
             at = gl.cast(branch.first + start + i, gl.int64) * KEPT + row
             tops = tops + (_from_l2(to.stats + at * 2, seen, LOWEST),)
             sums = sums + (_from_l2(to.stats + at * 2 + 1, seen, 0.0),)

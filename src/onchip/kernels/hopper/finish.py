@@ -71,17 +71,17 @@ def _put_together(
     WIDTH: gl.constexpr = C.width_v
     WAITS: gl.constexpr = C.waits
     acc, top, l = in_whole_powers(acc, top, l)
-    put_aside(acc, top, l, branch.first + branch.index, to.partials, W, KEPT)
+    put_aside(acc, top, l, branch.first + branch.index, KEPT, to.partials, W, KEPT)
     num_come = come(branch, to.partials, W, WARPGROUPS)
     if branch.count == 2:
         if num_come == 2:
-            acc, top, l = with_other(acc, top, l, branch, to.partials, W, WARPGROUPS, KEPT)
+            acc, top, l = with_other(acc, top, l, branch, KEPT, to.partials, W, WARPGROUPS, KEPT)
             _hand_over(acc, top, l, l == float("inf"), o, view, terms, to, n, C)
     else:
         if all_came(num_come, branch, to.partials, W, WARPGROUPS, WAITS):
             slab = next_slab(branch, to.partials, W, WARPGROUPS)
             while slab < SLABS:
-                sums, maxima, total, rows = merged(slab, branch, to.partials, W, KEPT, WIDTH)
+                sums, maxima, total, rows = merged(slab, branch, KEPT, to.partials, W, KEPT, WIDTH)
                 first = W * 64 + slab * SLAB
                 part = View(view.tile, view.tile.row + first, rows - first, view.columns,
                             view.slope)  # fmt: skip

@@ -1,17 +1,20 @@
 """The decode of many query rows on Hopper, in Gluon: K and V are read once for up to 128 rows.
 
 Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows (queries of
-the sequence x heads of the group; row r is query r // group and head r % group). One warp, the
-producer, loads tiles of K and V by TMA into a ring of slots, by page where keys are paged. One or
-two consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in registers, online
+the sequence x heads of the group; row r is query r // group and head r % group). Producers of one
+warp load tiles of K and V by TMA into rings of slots, by page where keys are paged. One or two
+consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in registers, online
 softmax, O += P V with P in registers. S of a tile is issued together with P V of the one before.
+With two consumers and tiles of 64 keys one producer loads K and one V: with pages of 16 a single
+warp takes about as long to ask for a tile as the products take.
 
 Who waits for whom (an arrow goes from a signal to its wait):
 
-    producer                       each consumer
-    load K ------- k_full -------> S = Q K^T
-    load V ------- v_full -------> O += P V
-    slot of both <-- empty ------- O is ready
+    producers                      each consumer
+    load K ------- k_full -------> S = Q K^T ---+
+    load V ------- v_full -------> O += P V ----|---+
+    slot of K <--- k_empty ------- S is ready <-+   |   (with one producer: O is ready)
+    slot of V <--- v_empty ------- O is ready <-----+   (with one producer not used)
 
 Keys are walked from the last to the first: the tiles that some row does not see in full come
 first. Their values must be fit to be multiplied by 0: what lies past the sequence's end becomes 0
@@ -79,6 +82,15 @@ class Tall:
     def pages_in_tile(self) -> int:
         """Pages that a tile's keys lie in, each copied on its own; 1 where they lie together."""
         return max(1, self.block_n // self.page_size) if self.page_size else 1
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether one producer loads K and V, whose slots become free together.
+
+        H200, 2026-11-30, 8 sequences of 16k, us, so and with two producers and slots of their own:
+        64 rows 138.3 and 139.9, 128 rows 144.8 and 142.9, in tiles of 128 keys 147.6 to 152.6.
+        """
+        return self.rows == 64 or self.block_n > 64
 
     @property
     def has_words(self) -> bool:
@@ -149,11 +161,15 @@ def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Barriers that nobody uses must not begin: Triton (3.6) gives their memory to scratch.
+    k_empty = new_barriers(STAGES, W)
+    v_empty = k_empty if SPEC.is_joint else new_barriers(STAGES, W)
     return Ring(
         gl.allocate_shared_memory(k.dtype, [W, 64, 128], FLAT),
         gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], k.layout),
         gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], v.layout),
-        new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, W),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1),
+        k_empty, v_empty,
     )  # fmt: skip
 
 
@@ -198,7 +214,28 @@ def _ids(table, tile, piece: Piece, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _load_piece(k, v, table, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
+def _load_tile(
+    k, v, at: Ring, tile, count, ids, kv_head, WHAT: gl.constexpr, SPEC: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Loads a tile, the CTA's number `count`, as soon as its slots are free."""
+    slot = count % STAGES
+    phase = ((count // STAGES) & 1) ^ 1
+    row = tile * SPEC.block_n
+    if SPEC.page_size > 0:
+        row = row % SPEC.page_size
+    if WHAT != "v":
+        mbarrier.wait(at.k_empty.index(slot), phase)
+        _load(k, at.k_full.index(slot), at.k, slot, ids, row, kv_head, SPEC, STAGES)
+    if WHAT != "k":
+        if not SPEC.is_joint:
+            mbarrier.wait(at.v_empty.index(slot), phase)
+        _load(v, at.v_full.index(slot), at.v, slot, ids, row, kv_head, SPEC, STAGES)
+
+
+@gluon.jit
+def _load_piece(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: gl.constexpr,
+                STAGES: gl.constexpr):  # fmt: skip
     """Loads the piece's tiles, the last one first, as slots become free.
 
     Pages are looked up a tile ahead, so that a slot never waits for the table.
@@ -206,22 +243,17 @@ def _load_piece(k, v, table, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES:
     ids = _ids(table, piece.stop - 1, piece, SPEC)
     for count in range(piece.stop - piece.start):
         tile = piece.stop - 1 - count
-        slot = count % STAGES
-        row = tile * SPEC.block_n
-        if SPEC.page_size > 0:
-            row = row % SPEC.page_size
         following = _ids(table, gl.maximum(tile - 1, piece.start), piece, SPEC)
-        mbarrier.wait(at.empty.index(slot), ((count // STAGES) & 1) ^ 1)
-        _load(k, at.k_full.index(slot), at.k, slot, ids, row, piece.kv_head, SPEC, STAGES)
-        _load(v, at.v_full.index(slot), at.v, slot, ids, row, piece.kv_head, SPEC, STAGES)
+        _load_tile(k, v, at, tile, count, ids, piece.kv_head, WHAT, SPEC, STAGES)
         ids = following
 
 
 @gluon.jit
-def producer(k, v, table, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
-    """Loads what the consumers will read, if there is such a piece."""
+def producer(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """Loads what the consumers will read, if there is such a piece: "k", "v" or both ("kv")."""
     if piece.exists:
-        _load_piece(k, v, table, piece, at, SPEC, STAGES)
+        _load_piece(k, v, table, piece, at, WHAT, SPEC, STAGES)
 
 
 @gluon.jit
@@ -267,14 +299,21 @@ def attn_decode_tall(
     if SPEC.rows == 64:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, SPEC, STAGES)),
+            (producer, (k, v, table, piece, at, "kv", SPEC, STAGES)),
         ], [1], [24])  # fmt: skip
+    elif SPEC.is_joint:
+        gl.warp_specialize([
+            (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
+            (consumer, (1, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
+            (producer, (k, v, table, piece, at, "kv", SPEC, STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
             (consumer, (1, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, SPEC, STAGES)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (producer, (k, v, table, piece, at, "k", SPEC, STAGES)),
+            (producer, (k, v, table, piece, at, "v", SPEC, STAGES)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 def tall_of(spec: DecodeSpec, num_programs: int, num_sms: int) -> Tall:

@@ -104,7 +104,8 @@ class Ring(NamedTuple):
     v: object
     k_full: object
     v_full: object
-    empty: object
+    k_empty: object
+    v_empty: object
 
 
 class Rows(NamedTuple):
@@ -183,6 +184,15 @@ def _num_cut(piece: Piece, n: Numbers, SPEC: gl.constexpr):
 def _wait_for(full, count, STAGES: gl.constexpr):
     """Waits until tile number `count` is there."""
     mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+
+
+@gluon.jit
+def _release(count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
+    """O is ready, and V of tile number `count` has been read; K of it was before."""
+    if SPEC.is_joint:
+        mbarrier.arrive(at.k_empty.index(count % STAGES), count=1)
+    else:
+        mbarrier.arrive(at.v_empty.index(count % STAGES), count=1)
 
 
 @gluon.jit
@@ -287,6 +297,8 @@ def _first(queries, is_cut, rows: Rows, piece: Piece, at: Ring, n: Numbers, SPEC
     _wait_for(at.k_full, 0, STAGES)
     s = _scores(queries, 0, at, SPEC, STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
+    if not SPEC.is_joint:
+        mbarrier.arrive(at.k_empty.index(0), count=1)
     s = _masked(s, key, rows)
     m = row_maximum(s)
     weights = gl.exp2(s * n.scale - (base_of(m, True) * n.scale)[:, None])
@@ -316,8 +328,11 @@ def _step(
     m = gl.maximum(walk.m, row_maximum(s))
     base = base_of(m, MASKED) * n.scale
     alpha = gl.exp2(walk.m * n.scale - base)
+    # Behind the maximum: a release keeps the wait for O below what stands above it.
+    if not SPEC.is_joint:
+        mbarrier.arrive(at.k_empty.index((count + 1) % STAGES), count=1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(at.empty.index(count % STAGES), count=1)
+    _release(count, at, SPEC, STAGES)
     acc = rescaled(acc, alpha)
     weights = gl.exp2(s * n.scale - base[:, None])
     l = scaled_sums(walk.l, alpha) + row_sums(weights)
@@ -367,18 +382,23 @@ def _put_together(
     first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
     branch = Branch(first, piece.index, piece.count)
     acc, top, l = in_whole_powers(acc, top, l)
-    put_aside(acc, top, l, first + piece.index, to.partials, W, SPEC.kept)
+    # Where the sequence's rows end.
+    end = gl.minimum(piece.num_queries * SPEC.group - piece.row_start, SPEC.kept)
+    put_aside(acc, top, l, first + piece.index, end, to.partials, W, SPEC.kept)
     if SPEC.merged_rows == 0:
         num_come = come(branch, to.partials, W, WARPGROUPS)
         if piece.count == 2:
             if num_come == 2:
-                acc, top, l = with_other(acc, top, l, branch, to.partials, W, WARPGROUPS, SPEC.kept)
+                acc, top, l = with_other(
+                    acc, top, l, branch, end, to.partials, W, WARPGROUPS, SPEC.kept
+                )
                 _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
         else:
             if all_came(num_come, branch, to.partials, W, WARPGROUPS, SPEC.waits):
                 slab = next_slab(branch, to.partials, W, WARPGROUPS)
                 while slab < SLABS:
-                    out, maxima, sums, row = merged(slab, branch, to.partials, W, SPEC.kept, 128)
+                    out, maxima, sums, row = merged(slab, branch, end, to.partials, W, SPEC.kept,
+                                                    128)  # fmt: skip
                     _finish(out, maxima, sums, piece.row_start + row, to, piece, n, HAS_SINKS, SPEC)
                     slab = next_slab(branch, to.partials, W, WARPGROUPS)
             leave(branch, to.partials, W, WARPGROUPS)
