@@ -224,7 +224,7 @@ class Pointer:
         return Pointer(self.x, self.offset + other)
 
 
-def _gl_load(pointer, mask=None, other=None):
+def _gl_load(pointer, mask=None, other=None, cache_modifier=""):
     flat = pointer.x.view(-1)
     if isinstance(pointer.offset, torch.Tensor):
         index = pointer.offset
@@ -235,8 +235,9 @@ def _gl_load(pointer, mask=None, other=None):
     return int(flat[pointer.offset])
 
 
-def _gl_store(pointer, value, mask):
+def _gl_store(pointer, value, mask=None):
     with _memory_lock:
+        mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
         mask = mask.expand(value.shape)
         index = (pointer.offset + torch.zeros_like(value, dtype=torch.int64))[mask]
         pointer.x.view(-1)[index] = value[mask]
@@ -352,7 +353,8 @@ def _new_language() -> types.ModuleType:
         "full": lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
         "arange": lambda start, end, layout=None: torch.arange(start, end),
         "expand_dims": lambda x, dim: x.unsqueeze(dim),
-        "convert_layout": lambda x, layout: x,
+        "convert_layout": lambda x, layout, assert_trivial=False: x,
+        "join": lambda a, b: torch.stack((a, b), -1),
         "load": _gl_load,
         "atomic_add": _atomic_add,
         "program_id": lambda axis: _role.program,
@@ -363,10 +365,11 @@ def _new_language() -> types.ModuleType:
         "warp_specialize": _run_roles,
         "inline_asm_elementwise": _assembly,
         "store": _gl_store,
-        "cast": lambda x, dtype: x,
+        "cast": lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x,
         "constexpr": lambda x: x,
         "NVMMASharedLayout": _layout,
         "NVMMADistributedLayout": _layout,
+        "DistributedLinearLayout": _layout,
         "DotOperandLayout": _layout,
         "SliceLayout": _layout,
         "BlockedLayout": _layout,
@@ -375,6 +378,7 @@ def _new_language() -> types.ModuleType:
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "float8e4nv": torch.float8_e4m3fn,
+        "int16": torch.int16,
         "int32": torch.int32,
         "int64": torch.int64,
     }
@@ -429,3 +433,9 @@ def reduce_add(descriptor, coordinates, source):
     """`tma_reduce_add` of the model."""
     place = [int(x) for x in coordinates]
     _later(lambda: descriptor.write(place, source.data.clone(), add=True))
+
+
+def wait_turn(counter, turn):
+    """`gluon_backward.wait_turn` of the model."""
+    while _atomic_add(counter, 0) < turn:
+        pass

@@ -78,7 +78,9 @@ def resources(cases: list[dict]) -> list[dict]:
         for name, call in calls_of(problem, tensors).items():
             binary = compile_only.compiled(call, "sm_90")
             used = compile_only.resources(binary)
-            used["unmasked_spills"] = unmasked_spills(compile_only.disassembly(binary))
+            sass = compile_only.disassembly(binary)
+            used["unmasked_spills"] = unmasked_spills(sass)
+            used["narrow_stores"] = len(re.findall(r"\bSTS\.64\b", sass))
             found.append({"kernel": name, "dim": case["dim"], "features": features} | used)
     return found
 

@@ -16,7 +16,9 @@ import torch  # noqa: E402
 from onchip.kernels.hopper import (  # noqa: E402
     backward_arguments,
     backward_kernels,
+    backward_round,
     backward_sums,
+    backward_table,
 )
 from onchip.kernels.hopper.backward_config import (  # noqa: E402
     BackwardConfig,
@@ -28,6 +30,8 @@ from tests.portable_backward_cases import check_gradients, saved_of  # noqa: E40
 from tests.portable_cases import Case, build  # noqa: E402
 
 backward_sums.tma_reduce_add = gluon_model.reduce_add
+backward_sums.wait_turn = backward_round.wait_turn = gluon_model.wait_turn
+SMS = 3
 
 
 def _described(x, rows):
@@ -88,13 +92,28 @@ def gradients(config, problem, tensors, saved):
     dq, dk, dv = (torch.full_like(x, 0 if zeros else math.nan) for x in (q, k, v))
     lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     cu_seqlens = [None if x is None else gluon_model.Pointer(x) for x in lengths]
-    spec = backward_arguments.spec_of(config, problem, "keys")
+    spec = backward_arguments.spec_of(config, problem, "keys", SMS)
+    if spec.fours:
+        eights = [x.view(-1, 2, 4, 2).transpose(1, 2) for x in (stats, delta)]
+        stats, delta = (x.reshape(stats.shape) for x in eights)
     units, lag = backward_arguments.units_of(config, problem)
     ctas = backward_arguments.num_key_tiles(config, problem)
-    numbers = backward_arguments.numbers_of(config, problem)
-    programs, run = units * ctas, gluon_model.launch
+    numbers = backward_arguments.numbers_of(config, problem, sms=SMS)
+    programs = backward_arguments.num_programs(config, problem, SMS)
+    run = gluon_model.launch
+    shared = [None] * 4
+    if spec.pieces > 1:
+        tiles = units * ctas - backward_arguments.num_whole(config, problem, SMS)
+        sums = torch.full((tiles * 2 * spec.pieces * 64 * (spec.dim + spec.dim_v),), math.nan)
+        reached = torch.zeros(2 * tiles, dtype=torch.int64)
+        shared = [gluon_model.Pointer(x) for x in (sums, reached, dk, dv)]
     if spec.ordered:
         run = gluon_model.launch_abreast
+    if spec.persistent:
+        table = backward_table.schedule(config, problem, spec, SMS)
+        pointer = gluon_model.Pointer(torch.tensor(table).flatten())
+        numbers = backward_arguments.numbers_of(config, problem, pointer, len(table[0]))
+        programs, run = len(table), gluon_model.launch_abreast
     dq_sum = torch.full((*stats.shape, spec.dim), math.nan)
     heads = list(_heads(problem, tensors))
     for unit, (line, first, rows), _ in heads:
@@ -108,8 +127,8 @@ def gradients(config, problem, tensors, saved):
     summed = None if config.apart else gluon_model.Descriptor(dq_sum, [64, 64])
     out = None if config.apart else gluon_model.Pointer(dq)
     run(backward_kernels.attn_bwd_keys_hopper, programs, *sources, *lines, summed, out,
-        _described(dk, 64), _described(dv, 64), gluon_model.Pointer(counters), *cu_seqlens,
-        *numbers, spec)  # fmt: skip
+        _described(dk, 64), _described(dv, 64), gluon_model.Pointer(counters), *shared,
+        *cu_seqlens, *numbers, spec)  # fmt: skip
     if config.apart:
         spec = backward_arguments.spec_of(config, problem, "queries")
         programs = -(-problem.seqlen_q // spec.block_m) * problem.batch * problem.num_heads
@@ -117,7 +136,8 @@ def gradients(config, problem, tensors, saved):
         gluon_model.launch(backward_kernels.attn_bwd_queries_hopper, programs, *sources, *pointers,
             _described(dq, 64), *cu_seqlens, *numbers, spec)  # fmt: skip
         return dq, dk, dv
-    total = dq_sum.view(*stats.shape, spec.dim)[..., : problem.head_dim] * problem.scale
+    total = dq_sum.view(*stats.shape, -1, 2, 4).transpose(-1, -2).flatten(-3)
+    total = total[..., : problem.head_dim] * problem.scale
     for unit, (line, first, rows), place in heads:
         if unit >= units - lag:  # the launch behind rounds those of the last units
             dq[place] = total[line, first : first + rows]

@@ -40,7 +40,7 @@ class Sight:
         left, right = (x if x >= 0 else 1 << 29 for x in (self.left, self.right))
         return Sizes(
             None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right,
-            UNITS, 1, 8,
+            UNITS, 1, None, 0, 0, 8,
         )  # fmt: skip
 
     def spec(self, block_m: int, block_n: int, owns_keys: bool) -> SimpleNamespace:
@@ -48,7 +48,7 @@ class Sight:
         tail = self.s_k % block_n != 0
         return SimpleNamespace(
             block_m=block_m, block_n=block_n, has_left=has_left, has_right=has_right,
-            has_tail=tail, packed=False, ordered=owns_keys, apart=not owns_keys,
+            has_tail=tail, packed=False, ordered=owns_keys, apart=not owns_keys, pieces=1,
             turns_back=owns_keys and has_right and not has_left,
             high_edges=has_left if owns_keys else has_right or tail,
         )  # fmt: skip
@@ -85,9 +85,8 @@ def check_keys(sight: Sight, block_n: int) -> None:
     visited = [set() for _ in range(UNITS)]
     turns = [{} for _ in range(UNITS)]
     for item in range(UNITS * tiles):
-        gluon_model.set_program(item)
-        unit = backward_walk.own_unit(sizes, spec).index
-        walk = backward_walk.plan_keys(sizes, spec)
+        unit = backward_walk.unit_of(item, sizes, spec).index
+        walk = backward_walk.plan_keys(item, sizes, spec)
         n = walk.own // block_n
         for head, m, masked in _steps(walk, spec, GROUP):
             if not masked:
@@ -105,7 +104,7 @@ def _check_turns(turns: dict) -> None:
         order = sorted(taken)
         assert [turn for turn, _ in order] == list(range(len(order)))
         items = [item for _, item in order]
-        assert items == sorted(items), "a CTA would wait for one that starts later"
+        assert items == sorted(items), "a tile would wait for one that begins later"
 
 
 def check_queries(sight: Sight) -> None:

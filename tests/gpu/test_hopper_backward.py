@@ -19,7 +19,7 @@ from onchip.kernels.hopper import forward as hopper_forward
 from onchip.kernels.hopper.backward_config import BackwardConfig
 from onchip.kernels.portable import backward as portable_backward
 from onchip.kernels.portable import forward as portable_forward
-from onchip.problem import Op, Saved
+from onchip.problem import Op, Problem, Saved
 from tests.portable_backward_cases import check_gradients, saved_of
 from tests.portable_cases import Case, build
 from tests.tolerance import check_gradients as check_public
@@ -62,8 +62,14 @@ def run(case: Case, seed: int = 0, config=None, **options) -> None:
     saved = saved_of(call, **options)
     problem = replace(call.problem, op=Op.BACKWARD)
     assert not dispatch.rejections(problem, "hopper")
-    config = config or backward.choose_backward(problem)
+    config = config(problem) if callable(config) else config or backward.choose_backward(problem)
     check_gradients(call, saved, backward.launch_with(config, problem, call.tensors, saved))
+
+
+def config_of(problem: Problem, long: bool) -> BackwardConfig:
+    """The chosen config, or what it is where calls are long: a CTA has one tile of keys."""
+    chosen = backward.choose_backward(problem)
+    return replace(chosen, persistent=False) if long else chosen
 
 
 @pytest.mark.parametrize("dims", DIMS + WIDE_DIMS, ids=str)
@@ -72,6 +78,12 @@ def test_every_feature(name, dims):
     for seed, dtype in ((0, BF16), (1, F16)):
         case = replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=dtype)
         run(case, seed, strided=seed == 1, with_dlse=seed == 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_feature_as_long_calls_have_it(name):
+    case = replace(CASES[name], dim=64, dim_v=64, dtype=BF16)
+    run(case, config=lambda problem: config_of(problem, True))
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -97,15 +109,20 @@ def test_other_sequences_may_hold_nan(dim):
         check_gradients(call, saved, backward.launch(problem, call.tensors, saved))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (80, 72), (64, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "long"),
+    [((64, 64), False), ((64, 64), True), ((40, 64), False), ((40, 64), True),
+     ((128, 128), False), ((80, 72), False), ((64, 128), False)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
-def test_ctas_clear_and_round_dq_for_each_other(name, dims):
+def test_ctas_clear_and_round_dq_for_each_other(name, dims, long):
     """With the least lag, so that a few heads do: whatever is not written is NaN."""
     case = replace(CASES[name], dim=dims[0], dim_v=dims[1], dtype=BF16)
     call = build(case, device="cuda")
     saved = saved_of(call)
     problem = replace(call.problem, op=Op.BACKWARD)
-    config = replace(backward.choose_backward(problem), lag=1)
+    config = replace(config_of(problem, long), lag=1)
     dq, dk, dv, _ = first = backward.launch_with(config, problem, call.tensors, saved)
     check_gradients(call, saved, first)
     wrong = torch.zeros((), dtype=torch.bool, device="cuda")
@@ -121,16 +138,16 @@ def test_ctas_clear_and_round_dq_for_each_other(name, dims):
 
 
 @pytest.mark.parametrize("lag", [1, 60, 200])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "long"), [(64, False), (64, True), (128, False)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_ctas_clear_and_round_dq_as_launches_do(causal, dim, lag):
+def test_many_ctas_clear_and_round_dq_as_launches_do(causal, dim, long, lag):
     """More CTAs than SMs."""
     case = Case((2048,) * 4, (2048,) * 4, heads=8, kv_heads=4, dim=dim, dim_v=dim, dtype=BF16)
     call = build(replace(case, causal=causal), device="cuda")
     out, lse = hopper_forward.launch(call.problem, call.tensors)
     saved = Saved(torch.randn_like(out), None, out, lse)
     problem = replace(call.problem, op=Op.BACKWARD)
-    config = backward.choose_backward(problem)
+    config = config_of(problem, long)
     by_launches = replace(config, lag=1 << 20)
     expected = backward.launch_with(by_launches, problem, call.tensors, saved)[0].float()
     far = torch.zeros((), device="cuda")
@@ -139,6 +156,25 @@ def test_many_ctas_clear_and_round_dq_as_launches_do(causal, dim, lag):
         dq = backward.launch_with(config, problem, call.tensors, saved)[0].float()
         far = torch.maximum(far, (dq - expected).norm())
     assert float(far) <= 1e-3 * float(expected.norm())
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("batch", [4, 5])
+def test_shared_tiles_give_what_whole_ones_do(batch, dim, pieces):
+    """Where the last wave of CTAs, or the only one, is not full; pieces are added in one order."""
+    case = Case((1024,) * batch, (1024,) * batch, heads=8, kv_heads=4, dim=dim, dim_v=dim)
+    call = build(replace(case, dtype=BF16), device="cuda")
+    saved = saved_of(call)
+    problem = replace(call.problem, op=Op.BACKWARD)
+    config = replace(backward.choose_backward(problem), persistent=False, pieces=pieces)
+    _, dk, dv, _ = first = backward.launch_with(config, problem, call.tensors, saved)
+    check_gradients(call, saved, first)
+    wrong = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(100):
+        again = backward.launch_with(config, problem, call.tensors, saved)
+        wrong |= (again[1] != dk).any() | (again[2] != dv).any()
+    assert not wrong
 
 
 SOAKED = ("tails", "causal_tails", "window_causal", "packed_causal")
@@ -297,6 +333,22 @@ def test_a_cuda_graph_replays_with_new_lengths(dim):
         getattr(saved, name).copy_(getattr(fresh, name))
     graph.replay()
     check_gradients(other, fresh, captured)
+
+
+def test_a_call_whose_first_run_is_captured():
+    """No table can be copied then."""
+    case = Case((320,) * 5, (320,) * 5, heads=6, kv_heads=3, dim=64, dim_v=64, dtype=BF16)
+    call = build(replace(case, causal=True), device="cuda")
+    saved = saved_of(call)
+    problem = replace(call.problem, op=Op.BACKWARD)
+    config = replace(backward.choose_backward(problem), persistent=False)
+    backward.launch_with(config, problem, call.tensors, saved)  # compiles and loads the code
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward.launch(problem, call.tensors, saved)
+    graph.replay()
+    check_gradients(call, saved, captured)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from onchip.analysis import cost, tiles
 from onchip.analysis.hardware import Hardware
 from onchip.analysis.tiles import Part, TileShape, Tiling
-from onchip.problem import Op, Problem
+from onchip.problem import Layout, Op, Problem
 
 ARCH = "sm_90"
 #: Query rows, or keys, that one warpgroup multiplies at a time.
@@ -113,6 +113,8 @@ def _keys(problem: Problem, config: Any) -> Use:
         return Use(TileShape(block_m, block_n, 3 * _WARPGROUP, stages), shared, held, 240)
     shared |= {"ds": config.ds_buffers * 2 * piece, "dq": 2 * 4 * block_m * 64}
     shared["dq of another head"] = 2 * 4 * block_m * 64
+    if config.persistent and problem.layout_q is not Layout.PACKED:
+        shared["next k, v"] = shared["k"] + shared["v"]
     held = {"dk": d // 2, "dv": d_v // 2, "p": block_m // 4}
     half = block_m // 2
     held |= {"s or dp": half, "ds": block_m // 4} if config.late else {"s": half, "dp": half}

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.kernels import NUM_SMS
 from onchip.kernels.hopper.backward_config import BackwardConfig, padded
 from onchip.problem import Layout, Problem, Saved, Tensors
 
@@ -22,6 +23,12 @@ LOG2E = math.log2(math.e)
 STATS_BLOCK = 128
 #: Elements of 16 bytes: what TMA wants rows to begin at.
 UNIT = 8
+#: See `pieces_of`: what a CTA, and each piece that is added up, takes in steps of 3,300 clocks at
+#: D = 128: 4 to 8 thousand clocks beside its steps, some 1 us a piece (H200, 2026-11-30).
+_CTA_STEPS = 4.0
+_PIECE_STEPS = 2.0
+_MOST_PIECES = 8
+_LEAST_GAIN = 0.015
 _UNBOUNDED = 1 << 29  # larger than any length, small enough that int32 sums do not overflow
 
 
@@ -32,7 +39,7 @@ class Spec:
     Args:
         block_m, block_n: BM and BN.
         dim, dim_v: D and D_v as padded.
-        stages, late, starts_at_lse, holds_keys: see `BackwardConfig`.
+        stages, late, starts_at_lse, holds_keys, fours: see `BackwardConfig`.
         ordered: whether dQ's sums are added in a fixed order.
         has_left, has_right: which edges the mask has.
         has_tail: whether the last tile of keys may be short.
@@ -40,7 +47,9 @@ class Spec:
         high_edges: whether masked tiles can lie behind those that are seen in full.
         packed: whether sequences lie one after the other in (T, H, D).
         apart, ds_buffers: see `BackwardConfig`.
-        dq_buffers: tiles of dQ in shared memory; not with `apart`.
+        dq_buffers, kv_buffers: tiles of dQ, and of K and V, in shared memory; not with `apart`.
+        persistent: see `BackwardConfig`.
+        pieces: of tiles of keys that several CTAs share (`backward_pieces`); 1: there are none.
     """
 
     block_m: int
@@ -51,6 +60,7 @@ class Spec:
     late: bool
     starts_at_lse: bool
     holds_keys: bool
+    fours: bool
     apart: bool
     ordered: bool
     has_left: bool
@@ -61,6 +71,9 @@ class Spec:
     packed: bool
     ds_buffers: int
     dq_buffers: int
+    kv_buffers: int
+    persistent: bool
+    pieces: int
 
     @property
     def multiplies_first(self) -> bool:
@@ -79,10 +92,11 @@ class Spec:
         return self.has_right or self.has_left or self.has_tail
 
 
-def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
-    """The compiled part of a launch: "keys" or "queries"."""
+def spec_of(config: BackwardConfig, problem: Problem, part: str, sms: int = NUM_SMS) -> Spec:
+    """The compiled part of a launch, "keys" or "queries", on a GPU of so many SMs."""
     packed = problem.layout_q is Layout.PACKED
     ordered = problem.deterministic and not config.apart
+    persistent = config.persistent and not packed
     has_left, has_right = problem.mask.left >= 0, problem.mask.right >= 0
     has_tail = packed or problem.seqlen_k % config.block_n != 0
     return Spec(
@@ -94,6 +108,7 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         late=config.late,
         starts_at_lse=starts_at_lse(config, problem),
         holds_keys=config.holds_keys,
+        fours=config.fours,
         apart=config.apart,
         ordered=ordered,
         has_left=has_left,
@@ -104,6 +119,9 @@ def spec_of(config: BackwardConfig, problem: Problem, part: str) -> Spec:
         packed=packed,
         ds_buffers=config.ds_buffers,
         dq_buffers=2,
+        kv_buffers=2 if persistent else 1,
+        persistent=persistent,
+        pieces=pieces_of(config, problem, sms) if part == "keys" else 1,
     )
 
 
@@ -133,7 +151,65 @@ def num_key_tiles(config: BackwardConfig, problem: Problem) -> int:
     return -(-problem.seqlen_k // config.block_n)
 
 
-def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
+def pieces_of(config: BackwardConfig, problem: Problem, sms: int = NUM_SMS) -> int:
+    """Of how many pieces the tiles of the last wave of CTAs are, 1 if they are whole.
+
+    The model chooses them at D = 128 where walks are long: 68 tiles of 2048 are a last wave on
+    132 SMs, and with 5 or 7 pieces of each 16k takes 641, 654 and 651 TFLOP/s in three runs, whole
+    619, 637 and 645; 4k is within 2 % with 3, and 1k 2 to 6 % slower. At D = 64 the last wave is 4
+    tiles of 4096, and all pieces are within 1 % (H200, 2026-11-30).
+    """
+    tiles = problem.batch * problem.num_kv_heads * num_key_tiles(config, problem)
+    if tiles % sms == 0 or not _can_be_cut(config, problem):
+        return 1
+    if config.pieces:
+        return config.pieces
+    if not config.late:
+        return 1
+    steps = -(-problem.seqlen_q // config.block_m) * problem.group
+
+    def last_wave(pieces: int) -> float:
+        waves = -(-(tiles % sms * pieces) // sms)
+        return waves * (steps / pieces + _CTA_STEPS) + _PIECE_STEPS * (pieces - 1)
+
+    best = min(range(1, _MOST_PIECES + 1), key=last_wave)
+    total = tiles // sms * (steps + _CTA_STEPS) + last_wave(1)
+    return best if last_wave(1) - last_wave(best) >= _LEAST_GAIN * total else 1
+
+
+def _can_be_cut(config: BackwardConfig, problem: Problem) -> bool:
+    """Whether CTAs take tiles of keys that have all the same walk, and may share one."""
+    is_full = problem.mask.left < 0 and problem.mask.right < 0
+    dims = (problem.head_dim, problem.head_dim_v)
+    return (
+        is_full
+        and not (config.apart or config.persistent or problem.deterministic)
+        and problem.layout_q is not Layout.PACKED
+        and problem.seqlen_k % config.block_n == 0
+        and all(dim == padded(dim) for dim in dims)
+    )
+
+
+def num_whole(config: BackwardConfig, problem: Problem, sms: int = NUM_SMS) -> int:
+    """Tiles of keys that have a CTA of their own; only sums of the last `lag` heads are rounded
+    behind the launch, so that it does not matter how many CTAs add to them."""
+    units, lag = units_of(config, problem)
+    ctas = num_key_tiles(config, problem)
+    if pieces_of(config, problem, sms) == 1:
+        return units * ctas
+    return units * ctas - min(units * ctas % sms, lag * ctas)
+
+
+def num_programs(config: BackwardConfig, problem: Problem, sms: int = NUM_SMS) -> int:
+    """CTAs of the launch that owns keys, where each takes one tile of them or a piece of one."""
+    tiles = problem.batch * problem.num_kv_heads * num_key_tiles(config, problem)
+    whole = num_whole(config, problem, sms)
+    return whole + (tiles - whole) * pieces_of(config, problem, sms)
+
+
+def numbers_of(
+    config: BackwardConfig, problem: Problem, table=None, slots: int = 0, sms: int = NUM_SMS
+) -> tuple:
     """The kernels' run-time numbers, from seqlen_q to cap."""
     scale, softcap = problem.scale, problem.softcap
     return (
@@ -146,6 +222,9 @@ def numbers_of(config: BackwardConfig, problem: Problem) -> tuple:
         min(problem.mask.left, _UNBOUNDED),
         min(problem.mask.right, _UNBOUNDED),
         *units_of(config, problem),
+        table,
+        slots,
+        num_whole(config, problem, sms),
         problem.head_dim // UNIT,
         float(scale),
         scale / softcap if softcap > 0 else scale * LOG2E,

@@ -7,9 +7,9 @@ Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from onchip.problem import Problem
+from onchip.problem import Layout, Problem
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,14 @@ class BackwardConfig:
         ds_buffers: tiles of dS of 128 keys on their way to dQ.
         holds_keys: whether K and V wait in registers, where there are some: a product with an
             operand there reads half as much from shared memory; not with `late`.
-        lag: CTAs between those that add to a head's dQ and those that clear or round it.
+        fours: whether LSE and D lie in the order in which threads take four at a time; not with
+            `apart`.
+        persistent: whether there are as many CTAs as SMs, each with a list of tiles of keys, K and
+            V of the next one on their way; not with `late` or `apart`, and packed sequences have a
+            CTA for each tile all the same.
+        pieces: of the tiles of keys of a last wave of CTAs that is not full; 1 leaves them whole,
+            0 means what a model of the wave says.
+        lag: tiles of keys between those that add to a head's dQ and those that clear or round it.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -42,6 +49,9 @@ class BackwardConfig:
     starts_at_lse: bool = False
     ds_buffers: int = 2
     holds_keys: bool = False
+    fours: bool = False
+    persistent: bool = False
+    pieces: int = 0
     lag: int = 200
 
     def __post_init__(self):
@@ -53,6 +63,12 @@ class BackwardConfig:
             raise ValueError(f"stages: got {self.stages}; allowed: 2 or more")
         if self.apart and (self.starts_at_lse or self.late):
             raise ValueError("apart: got True; allowed: without starts_at_lse and late")
+        if self.persistent and (self.apart or self.late):
+            raise ValueError("persistent: got True; allowed: without late and apart")
+        if self.fours and self.apart:
+            raise ValueError("fours: got True; allowed: without apart")
+        if self.pieces < 0:
+            raise ValueError(f"pieces: got {self.pieces}; allowed: 0 or more")
         if self.lag < 1:
             raise ValueError(f"lag: got {self.lag}; allowed: 1 or more")
 
@@ -64,12 +80,43 @@ def padded(head_dim: int) -> int:
 
 def choose_backward(problem: Problem) -> BackwardConfig:
     """The backward's config for a problem: a pure function, no device is asked."""
-    width = padded(max(problem.head_dim, problem.head_dim_v))
-    return _CONFIGS[width]
+    config = _CONFIGS[padded(max(problem.head_dim, problem.head_dim_v))]
+    if config.late and not _has_masks(problem, config):
+        config = replace(config, fours=True)
+    if config.persistent and not _has_lists(problem):
+        return replace(config, persistent=False)
+    return config
+
+
+def _has_masks(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether there can be tiles that an edge crosses: a step that masks has no register left for
+    the addresses of `fours`."""
+    edges = problem.mask.left >= 0 or problem.mask.right >= 0
+    packed = problem.layout_q is Layout.PACKED
+    return edges or packed or problem.seqlen_k % config.block_n != 0
+
+
+def _has_lists(problem: Problem) -> bool:
+    """Whether CTAs take several tiles of keys where they can.
+
+    Up to 4096 queries of a head of K: 492 / 347 TFLOP/s against 445 / 325 at 1k (full / causal),
+    566 / 520 against 559 / 511 at 4k. At 16k a tile takes longer, and a table made before spreads
+    the work less well than the hardware: 552 / 540 against 569 / 553. In a fixed order it is 518
+    against 482 at 16k causal (D = 64, H200, 2026-11-30).
+    """
+    tiles = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // 128)
+    few = tiles <= _MOST_LISTED
+    return few and (problem.deterministic or problem.seqlen_q * problem.group <= 4096)
+
+
+#: Tiles of keys in lists: they take the host 1 us each where a shape is new, and 4 bytes.
+_MOST_LISTED = 1 << 15
 
 
 _CONFIGS = {
-    64: BackwardConfig(stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True),
+    64: BackwardConfig(
+        stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True, persistent=True
+    ),
     128: BackwardConfig(late=True),
     256: BackwardConfig(block_n=64, apart=True),
 }

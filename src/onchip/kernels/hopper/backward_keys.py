@@ -89,7 +89,7 @@ def load(
     """The load warp: K and V once, then tiles of queries; at the end it stores dK and dV."""
     D: gl.constexpr = SPEC.dim
     DV: gl.constexpr = SPEC.dim_v
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(gl.program_id(0), sizes, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     load_own(sources.k, S.k, S.kv_full.index(0), 0, walk, PIECE, D, SPEC)
     if total > 0:  # S wants Q before dP wants V
@@ -124,7 +124,7 @@ def score(S: Shared, sizes: Sizes, factor, cap, SPEC: gl.constexpr):
     DV: gl.constexpr = SPEC.dim_v
     BM: gl.constexpr = SPEC.block_m
     V_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(gl.program_id(0), sizes, SPEC)
     edges = walk.edges * sizes.group
     total = edges + walk.inner * sizes.group
     row = walk.first * BM + walk.shift - walk.own
@@ -166,7 +166,7 @@ def _score_step(
     p = gl.exp2(s)
     if MASKED:
         row = edge_index(limits, i, SPEC) * BM
-        p = hide(p, limits.right + row, limits.left + row, limits.tail, 1, S_L, SPEC)
+        p = hide(p, limits.right + row, limits.left + row, limits.tail, 0.0, 1, S_L, SPEC)
     p16 = p.to(DT)
     mbarrier.wait(S.do_full.index(stage), (i // SPEC.stages) & 1)
     dv_new = warpgroup_mma(gl.convert_layout(p16, A_L), S.do.index(stage), dv, is_async=True)
@@ -188,7 +188,7 @@ def gradient(S: Shared, sizes: Sizes, scale, SPEC: gl.constexpr):
     """The warpgroup of dP and dS: dK += dS^T Q."""
     D: gl.constexpr = SPEC.dim
     K_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    walk = plan_keys(sizes, SPEC)
+    walk = plan_keys(gl.program_id(0), sizes, SPEC)
     total = (walk.edges + walk.inner) * sizes.group
     dk = gl.zeros([PIECE, D], gl.float32, K_L)
     mbarrier.wait(S.kv_full.index(1), 0)

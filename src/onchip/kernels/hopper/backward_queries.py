@@ -201,7 +201,8 @@ def _step(
     if SPEC.masks:  # noqa: SIM102 (known when compiling)
         if i < limits.count:
             key = edge_index(limits, i, SPEC) * BN
-            p = hide(p, limits.right - key, limits.left - key, limits.tail - key, 0, S_L, SPEC)
+            right, left = limits.right - key, limits.left - key
+            p = hide(p, right, left, limits.tail - key, 0.0, 0, S_L, SPEC)
     ds = (p * (dp + d[:, None])).to(S.k.dtype)
     dq_new = warpgroup_mma(gl.convert_layout(ds, A_L), S.k.index(i & 1), dq, is_async=True)
     s_new = _scores(W, i + 1, total, S, SPEC)

@@ -20,7 +20,7 @@ ROWS = tl.constexpr(64)
 
 _SIZES = "num_blocks num_heads seqlen_q tokens_q stats_width".split()
 _NUMBERS = [*_SIZES, "stride_ob", "stride_os", "stride_oh", "num_sequences"]
-_NUMBERS += ["group", "units", "lag", "ctas"]
+_NUMBERS += ["group", "units", "lag", "ctas", "shared"]
 
 
 @triton.jit
@@ -55,14 +55,18 @@ def attn_bwd_pre_hopper(
     out, dout, lse, dlse, sinks, cu_seqlens_q, stats, delta, dq_sum, counters, dsinks,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
     num_blocks, num_sequences, num_heads, seqlen_q, tokens_q: tl.int64, stats_width: tl.int64,
-    group, units, lag, ctas,
+    group, units, lag, ctas, shared,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     lse_unit: tl.float32, UNIT: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr,
+    FOURS: tl.constexpr,
 ):  # fmt: skip
     """One program: -LSE in `lse_unit`, -D and a cleared dQ of 64 rows of a head.
 
     dQ's sum is cleared for the first `lag` units only, and counted as cleared by all their `ctas`
-    CTAs (`backward_round`); `counters` go on with those of the tiles of dQ, where it is ordered.
+    CTAs (`backward_round`); `counters` go on with those of the tiles of dQ, where it is ordered,
+    or with `shared` of `backward_pieces`, up to 512.
+
+    With FOURS the rows of every 16 lie as `backward_pair.of_queries` takes them.
 
     `out`, `lse` and `dlse` are contiguous; strides of dout come in UNIT elements; `dsinks` is
     (blocks, B, H) float32, the rows' part of the sinks' gradient.
@@ -75,6 +79,9 @@ def attn_bwd_pre_hopper(
     unit = (batch * num_heads + head) // group
     if counters is not None and block == 0:
         tl.store(counters + unit, tl.where(unit < lag, ctas, 0))
+    if counters is not None and tl.program_id(0) == 0:
+        i = tl.arange(0, 512)
+        tl.store(counters + units + i, 0, i < shared)
     if start >= tl.cdiv(length, STATS_BLOCK) * STATS_BLOCK:
         if sinks is not None:
             tl.store(dsinks + slot, 0.0)
@@ -100,11 +107,15 @@ def attn_bwd_pre_hopper(
     empty = row_lse == float("-inf")
     # Hidden from the first: exp2(S - inf) is 0, and a row without keys moves nothing.
     d = tl.where(empty, 0.0, d)
+    places = in_stats + rows
+    if FOURS:
+        # Row 8 g + 2 i + e of 16 to place 4 i + 2 g + e.
+        places = in_stats + ((rows & ~14) | ((rows & 6) << 1) | ((rows & 8) >> 2))
     tl.store(
-        stats + in_stats + rows,
+        stats + places,
         tl.where(empty, tl.where(lse_unit > 0, float("-inf"), float("inf")), -row_lse * lse_unit),
     )
-    tl.store(delta + in_stats + rows, -d)
+    tl.store(delta + places, -d)
     if dq_sum is not None and unit < lag:
         to = dq_sum + (in_stats + row) * WIDTH + tl.arange(0, WIDTH)[None, :]
         tl.store(to, tl.zeros([ROWS, WIDTH], tl.float32))
@@ -132,7 +143,10 @@ def attn_bwd_post_hopper(
     rows = start + tl.arange(0, ROWS)
     row = tl.cast(rows, tl.int64)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
-    x = tl.load(dq_sum + (in_stats + row) * WIDTH + columns) * scale
+    # Of every 8 columns the even ones come first, see `backward_sums.store_halves`.
+    eights = 8 * tl.arange(0, WIDTH // 8)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    source = dq_sum + (in_stats + row[:, :, None]) * WIDTH + eights
+    x = tl.reshape(tl.join(tl.load(source), tl.load(source + 4)), [ROWS, WIDTH]) * scale
     seen = (rows < length)[:, None]
     if DIM < WIDTH:
         seen = seen & (columns < DIM)

@@ -31,6 +31,9 @@ class Sizes(NamedTuple):
     right: gl.tensor
     units: gl.tensor  # heads of K of all sequences
     lag: gl.tensor  # see `backward_round`
+    table: gl.tensor | None  # tiles of keys of each CTA
+    slots: gl.tensor  # tiles of a CTA in the table
+    whole: gl.tensor  # tiles of keys that have one CTA; further ones are shared
     width: gl.tensor  # D in units of 8, not padded
 
 
@@ -110,9 +113,36 @@ class Unit(NamedTuple):
 
 
 @gluon.jit
-def own_unit(sizes, SPEC: gl.constexpr):
-    """The unit that the CTA belongs to."""
-    item = gl.program_id(0)
+def item_of(n, sizes):
+    """The n-th tile of keys of a CTA with a list, among all tiles; -1 behind its last one."""
+    return gl.load(sizes.table + gl.program_id(0) * sizes.slots + n)
+
+
+@gluon.jit
+def piece_of(item, sizes, SPEC: gl.constexpr):
+    """(Tile of keys, piece of its walk) of a CTA's item; whole tiles come first."""
+    if SPEC.pieces == 1:
+        return item, 0
+    else:
+        behind = gl.maximum(item - sizes.whole, 0)
+        shared = item >= sizes.whole
+        tile = gl.where(shared, sizes.whole + behind // SPEC.pieces, item)
+        return tile, gl.where(shared, behind % SPEC.pieces, 0)
+
+
+@gluon.jit
+def is_whole(item, sizes, SPEC: gl.constexpr):
+    """Whether an item is a tile of keys that no other CTA shares."""
+    if SPEC.pieces == 1:
+        return True
+    else:
+        return item < sizes.whole
+
+
+@gluon.jit
+def unit_of(item, sizes, SPEC: gl.constexpr):
+    """The unit of an item's tile of keys."""
+    item, _ = piece_of(item, sizes, SPEC)
     ctas = (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
     index = item // ctas
     place = item - index * ctas
@@ -127,11 +157,11 @@ def own_unit(sizes, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def plan_keys(sizes, SPEC: gl.constexpr):
-    """The walk over queries of the CTA that owns a tile of keys."""
+def plan_keys(item, sizes, SPEC: gl.constexpr):
+    """The walk over queries of an item: a tile of keys, or a piece of one."""
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
-    index, num_n, tile, last_unit = own_unit(sizes, SPEC)
+    index, num_n, tile, last_unit = unit_of(item, sizes, SPEC)
     back = False
     if SPEC.ordered and SPEC.has_right:
         if SPEC.turns_back:
@@ -163,6 +193,12 @@ def plan_keys(sizes, SPEC: gl.constexpr):
     if SPEC.has_tail:
         # Keys past the end are 0 in shared memory, but exp2(0 - LSE) may be anything.
         full = gl.where(key + BN > length_k, num_m, full)
+    if SPEC.pieces > 1:
+        _, piece = piece_of(item, sizes, SPEC)
+        shared = item >= sizes.whole
+        first = gl.where(shared, num_m * piece // SPEC.pieces, 0)
+        end = gl.where(shared, num_m * (piece + 1) // SPEC.pieces, num_m)
+        full_end = end
     end = gl.maximum(end, first)
     full = gl.minimum(gl.maximum(full, first), end)
     full_end = gl.minimum(gl.maximum(full_end, full), end)

@@ -9,9 +9,14 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def wait_turn(counter, turn):
-    """Waits until `turn` others have gone before."""
-    while gl.atomic_add(counter, 0, sem="acquire") < turn:
-        pass
+    """Waits until `turn` others have gone before: each thread reads the counter itself, since a
+    scalar atomic's result would go through shared memory."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.b32 v, [$1]; "
+        "setp.lt.s32 p, v, $2; @p bra again; mov.b32 $0, v; }", "=r,l,r",
+        [counter.to(gl.int64), turn], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    wait_for_all()
 
 
 @gluon.jit
@@ -58,22 +63,23 @@ def widened(x):
 
 @gluon.jit
 def hide(
-    p, right, left, tail, ROWS: gl.constexpr, L: gl.constexpr, SPEC: gl.constexpr
+    x, right, left, tail, FILL: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr,
+    SPEC: gl.constexpr,
 ):  # fmt: skip
-    """P without what the mask hides: key j of the tile is seen by its query i iff
+    """A tile with FILL where the mask hides it: key j of the tile is seen by its query i iff
     i + left <= j <= i + right and j < tail.
 
     Args:
-        p: a tile in layout L.
+        x: a tile in layout L.
         ROWS: the dimension of the queries.
     """
     KEYS: gl.constexpr = 1 - ROWS
-    keys = gl.expand_dims(gl.arange(0, p.shape[KEYS], gl.SliceLayout(ROWS, L)), ROWS)
-    rows = gl.expand_dims(gl.arange(0, p.shape[ROWS], gl.SliceLayout(KEYS, L)), KEYS)
+    keys = gl.expand_dims(gl.arange(0, x.shape[KEYS], gl.SliceLayout(ROWS, L)), ROWS)
+    rows = gl.expand_dims(gl.arange(0, x.shape[ROWS], gl.SliceLayout(KEYS, L)), KEYS)
     if SPEC.has_right:
-        p = gl.where(keys <= rows + right, p, 0.0)
+        x = gl.where(keys <= rows + right, x, FILL)
     if SPEC.has_left:
-        p = gl.where(keys >= rows + left, p, 0.0)
+        x = gl.where(keys >= rows + left, x, FILL)
     if SPEC.has_tail:
-        p = gl.where(keys < tail, p, 0.0)
-    return p
+        x = gl.where(keys < tail, x, FILL)
+    return x
