@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from onchip import dispatch
-from onchip.kernels.hopper import backward_arguments, backward_table
+from onchip.kernels.hopper import backward, backward_arguments, backward_table
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
 from onchip.kernels.hopper.backward_stats import attn_bwd_post_hopper, attn_bwd_pre_hopper
 from onchip.problem import Mask, Op, Problem
@@ -203,6 +203,18 @@ def test_a_table_knows_the_walks():
     assert steps() == [16] * 4
     assert steps(causal=True) == [16, 12, 8, 4]
     assert steps(window=(100, 0)) == [8, 8, 8, 4]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_lists_want_all_sms_and_no_capture(monkeypatch, alone, capturing):
+    """A rank's collective may hold SMs until others get on; in a capture no table can be copied,
+    and what is made for it is not kept."""
+    monkeypatch.setattr(backward, "_is_alone", lambda: alone)
+    monkeypatch.setattr(backward, "_is_capturing", lambda device: capturing)
+    steps = backward._new_steps(None, _problem(), torch.device("cpu"))
+    assert steps.config.persistent == (alone and not capturing)
+    assert steps.is_for_capture == (alone and capturing)
 
 
 def test_the_last_tiles_of_a_causal_call_are_the_short_ones():

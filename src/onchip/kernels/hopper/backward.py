@@ -148,11 +148,13 @@ class Steps:
         config: how the work is cut.
         problem: what the calls ask for; kept alive, since its identity is part of the key.
         sms: of the GPU.
+        is_for_capture: whether calls outside of a capture would have another config.
     """
 
     __slots__ = (
         "_shapes",
         "config",
+        "is_for_capture",
         "lag",
         "launches",
         "lse_unit",
@@ -166,8 +168,11 @@ class Steps:
         "units",
     )
 
-    def __init__(self, config: BackwardConfig, problem: Problem, sms: int):
+    def __init__(
+        self, config: BackwardConfig, problem: Problem, sms: int, is_for_capture: bool = False
+    ):
         self.config = config
+        self.is_for_capture = is_for_capture
         self.problem = problem
         self.stats_shape = stats_shape(problem)
         self.sms = sms
@@ -256,11 +261,7 @@ def launch_with(
         tensors, saved = readable(tensors, saved)
         key = _key(config, problem, tensors, saved)
         found = _kept.get(key)
-    device = tensors.q.device
-    wanted = config or choose_backward(problem)
-    if wanted.persistent and not _is_alone():
-        wanted = replace(wanted, persistent=False)
-    steps = found or _new_steps(wanted, problem, device)
+    steps = found or _new_steps(config, problem, tensors.q.device)
     work = _new_work(steps, tensors)
     dsinks = _prepare(steps, tensors, saved, work)
     _make_keys(steps, tensors, saved.dout, work)
@@ -268,17 +269,21 @@ def launch_with(
         _make_dq(steps, tensors, saved.dout, work)
     else:
         _finish(steps, tensors, work)
-    if found is None and steps.is_resolved and steps.config == wanted:
+    if found is None and steps.is_resolved and not steps.is_for_capture:
         _kept[key] = steps
     return work.dq, work.dk, work.dv, dsinks
 
 
-def _new_steps(config: BackwardConfig, problem: Problem, device: torch.device) -> Steps:
+def _new_steps(config: BackwardConfig | None, problem: Problem, device: torch.device) -> Steps:
     """What calls alike will share; a call whose first run is captured in a graph has a CTA for
-    each tile of keys, since no table can be copied then."""
-    if config.persistent and _is_capturing(device):
+    each tile of keys, since no table can be copied then, and shares nothing."""
+    config = config or choose_backward(problem)
+    if config.persistent and not _is_alone():
         config = replace(config, persistent=False)
-    return Steps(config, problem, num_sms(device))
+    for_capture = config.persistent and _is_capturing(device)
+    if for_capture:
+        config = replace(config, persistent=False)
+    return Steps(config, problem, num_sms(device), for_capture)
 
 
 def _is_capturing(device: torch.device) -> bool:
