@@ -32,10 +32,20 @@ def _qkv(dim: int, dtype=torch.float32) -> list[torch.Tensor]:
 
 
 def _hold(source: Source, how: Quantiser) -> None:
+    """Bit for bit; but the transform's sums come in the order of the machine's matrix library, so
+    that last bits of scales differ between processors, and a code in 1,000 by one step."""
     found, wanted = quantise.quantise(source, how), fp8_quantise.quantise(source, how)
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
-        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+        is_code = got.dtype == torch.float8_e4m3fn
+        got, want = got.float(), want.float()
+        rtol, atol = (0.125, 2**-9) if is_code else (1e-6, 0.0)
+        if not how.hadamard:
+            rtol = atol = 0.0
+        elif is_code:
+            unlike = (got != want) & ~(got.isnan() & want.isnan())
+            assert unlike.sum() <= max(1, unlike.numel() // 1000)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("how", QUANTISERS, ids=str)
