@@ -83,7 +83,7 @@ def choose_backward(problem: Problem) -> BackwardConfig:
     config = _CONFIGS[padded(max(problem.head_dim, problem.head_dim_v))]
     if config.late and not _has_masks(problem, config):
         config = replace(config, fours=True)
-    if config.persistent and not _has_lists(problem):
+    if config.persistent and not _has_lists(problem, config):
         return replace(config, persistent=False)
     return config
 
@@ -96,7 +96,7 @@ def _has_masks(problem: Problem, config: BackwardConfig) -> bool:
     return edges or packed or problem.seqlen_k % config.block_n != 0
 
 
-def _has_lists(problem: Problem) -> bool:
+def _has_lists(problem: Problem, config: BackwardConfig) -> bool:
     """Whether CTAs take several tiles of keys where they can.
 
     Up to 4096 queries of a head of K: 492 / 347 TFLOP/s against 445 / 325 at 1k (full / causal),
@@ -104,7 +104,7 @@ def _has_lists(problem: Problem) -> bool:
     the work less well than the hardware: 552 / 540 against 569 / 553. In a fixed order it is 518
     against 482 at 16k causal (D = 64, H200, 2026-11-30).
     """
-    tiles = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // 128)
+    tiles = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // config.block_n)
     few = tiles <= _MOST_LISTED
     return few and (problem.deterministic or problem.seqlen_q * problem.group <= 4096)
 
