@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -33,7 +34,7 @@ from onchip.api import attention
 from onchip.bench import timing, varied
 
 TOKENS, WIDTH = varied.TOKENS, varied.WIDTH
-DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+DIMS, LENGTHS = varied.DIMS, varied.LENGTHS
 RESULTS = Path("benchmarks/results/h200")
 
 Call = Callable[..., torch.Tensor]  # (q, k, v, causal) -> out, all (B, N, H, D)
@@ -257,11 +258,11 @@ def main(argv: list[str] | None = None) -> int:
             words = " ".join(f"{name} {value:4.0f}" for name, value in speed.items())
             print(f"{part:8} d{dim:<3} n{length:<5} {'causal' if causal else 'full':6} {words}")
     if "varied" in args.parts:
-        report["varied"] = [*varied.layer(calls), *varied.measure(args.rounds, kernel)]
-        for row in report["varied"]:
+        for row in itertools.chain(varied.layer(calls), varied.measure(args.rounds, kernel)):
+            report["varied"].append(row)
             words = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
             print(" ".join(words), flush=True)
-        _write(args.json, report)
+            _write(args.json, report)
     return 0
 
 

@@ -10,9 +10,10 @@ Legend: B batch, N sequence length, T packed tokens, H heads, D head dimension.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,6 +21,7 @@ from onchip.api import attention, attention_varlen
 from onchip.bench.timing import interleaved_device_ms
 
 TOKENS, WIDTH = 16384, 2048
+DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 WINDOW = 1024
 NUM_SEQUENCES, SHORTEST, LONGEST = 64, 64, 4096
 
@@ -123,19 +125,19 @@ def memory(kernel: str | None, length: int = 65536, heads: int = 16, dim: int = 
     return {"case": "memory", "length": length, "of_tensors": peak_bytes / named_bytes}
 
 
-def deterministic(dim: int, rounds: int, kernel: str | None) -> dict:
-    """TFLOP/s of the backward with sums in a fixed order and without, causal, N = 16k."""
-    leaves = _leaves(1, TOKENS, WIDTH // dim, dim)
+def deterministic(dim: int, length: int, causal: bool, rounds: int, kernel: str | None) -> dict:
+    """TFLOP/s of the backward with sums in a fixed order and without."""
+    leaves = _leaves(TOKENS // length, length, WIDTH // dim, dim)
     runs = {}
     for name in ("default", "deterministic"):
         call = functools.partial(
-            attention, causal=True, kernel=kernel, deterministic=name != "default"
+            attention, causal=causal, kernel=kernel, deterministic=name != "default"
         )
         runs[name] = _parts(call, leaves)["backward"]
     us = _medians_us(runs, rounds)
-    tflops = {name: 10 * TOKENS**2 * WIDTH / 2 / 1e6 / each for name, each in us.items()}
-    facts = {"case": "deterministic", "dim": dim, "length": TOKENS, "causal": True}
-    return {**facts, "tflops": tflops}
+    flops = 10 * TOKENS * length * WIDTH / (2 if causal else 1)
+    facts = {"case": "deterministic", "dim": dim, "length": length, "causal": causal}
+    return {**facts, "tflops": {name: flops / 1e6 / each for name, each in us.items()}}
 
 
 LAYER_LENGTH, LAYER_HEADS, LAYER_DIM = 65536, 16, 128
@@ -177,20 +179,20 @@ def _peak_mib(run: Callable[[], object]) -> int:
     return round((torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
-def measure(rounds: int, kernel: str | None) -> list[dict]:
-    """Every case; one that fails is reported and left out."""
-    rows: list[dict] = []
+def measure(rounds: int, kernel: str | None) -> Iterator[dict]:
+    """Rows of every case, each as soon as it is measured; one that fails is left out."""
     jobs: list[Callable[[], list[dict]]] = [lambda: [memory(kernel)]]
-    for dim in (64, 128, 256):
-        jobs.append(lambda dim=dim: window(dim, rounds, kernel))
-        jobs.append(lambda dim=dim: groups(dim, rounds, kernel))
-        jobs.append(lambda dim=dim: [deterministic(dim, rounds, kernel)])
+    for dim in DIMS:
+        jobs.append(functools.partial(window, dim, rounds, kernel))
+        jobs.append(functools.partial(groups, dim, rounds, kernel))
         for causal in (False, True):
-            jobs.append(lambda dim=dim, causal=causal: varlen(dim, causal, rounds, kernel))
+            jobs.append(functools.partial(varlen, dim, causal, rounds, kernel))
+    for dim, length, causal in itertools.product(DIMS, LENGTHS, (False, True)):
+        row = functools.partial(deterministic, dim, length, causal, rounds, kernel)
+        jobs.append(lambda row=row: [row()])
     for job in jobs:
         try:
-            rows += job()
+            yield from job()
         except Exception as error:
             print(f"left out: {type(error).__name__}: {str(error)[:100]}", flush=True)
         torch.cuda.empty_cache()
-    return rows
