@@ -206,6 +206,11 @@ def varied(path: Path = RESULTS / "h200" / "portable.json") -> str:
     return table(head, rows) if rows else "No results recorded yet."
 
 
+def hopper_varied() -> str:
+    """The same of the Hopper kernels, from the same run as `layer` and `deterministic`."""
+    return varied(RESULTS / "h200" / "hopper.json")
+
+
 def _varied_row(row: dict) -> list[str]:
     if row["case"] == "memory":
         what = f"forward and backward at N = {row['length']}, peak"
@@ -390,6 +395,7 @@ PAGES = {
         "hopper",
         "deterministic",
         "layer",
+        "hopper_varied",
         "hopper_others",
         "gpu",
         "varied",
@@ -407,6 +413,7 @@ TABLES = {
     "hopper": hopper,
     "deterministic": deterministic,
     "layer": layer,
+    "hopper_varied": hopper_varied,
     "hopper_others": hopper_others,
     "gpu": gpu,
     "kernels_alone": kernels_alone,
