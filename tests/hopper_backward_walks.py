@@ -2,7 +2,9 @@
 
 Every pair that a row sees is visited, tiles that are not masked are seen in full, the masks'
 offsets belong to the tile that is visited, and the turns of ordered sums are 0, 1, 2, ... among
-the CTAs of a tile, in the order in which the CTAs start.
+the CTAs of a tile, in the order in which the CTAs start. A unit's CTAs start behind all of the unit
+`lag` before, whose sums they round and which cleared theirs. So nobody waits for a CTA that starts
+later, on however many SMs.
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ from tests import gluon_model
 
 gluon_model.install()
 
-from onchip.kernels.hopper import backward_walk  # noqa: E402
+from onchip.kernels.hopper import backward_table, backward_walk  # noqa: E402
 from onchip.kernels.hopper.backward_walk import Edges, Sizes  # noqa: E402
 
 GROUP = 2
-UNITS = 2  # the last of them in an order of its own
 
 
 class Sight:
@@ -29,6 +30,9 @@ class Sight:
         self.s_q, self.s_k = draw.randint(1, 900), draw.randint(1, 900)
         self.left = draw.choice((-1, -1, draw.randint(0, 700)))
         self.right = draw.choice((-1, 0, 0, draw.randint(0, 500)))
+        self.units = draw.randint(1, 9)
+        self.lag = draw.randint(1, self.units)  # the last ones are in an order of their own
+        self.abreast = draw.choice((0, 1, 3))
 
     def keys(self, row: int) -> tuple[int, int]:
         """First and last key without regard to where keys end."""
@@ -40,7 +44,7 @@ class Sight:
         left, right = (x if x >= 0 else 1 << 29 for x in (self.left, self.right))
         return Sizes(
             None, None, self.s_q, self.s_k, GROUP, 1, GROUP, 1024, left, right,
-            UNITS, 1, None, 0, 0, 8,
+            self.units, self.lag, None, 0, 0, 8,
         )  # fmt: skip
 
     def spec(self, block_m: int, block_n: int, owns_keys: bool) -> SimpleNamespace:
@@ -49,7 +53,7 @@ class Sight:
         return SimpleNamespace(
             block_m=block_m, block_n=block_n, has_left=has_left, has_right=has_right,
             has_tail=tail, packed=False, ordered=owns_keys, apart=not owns_keys, pieces=1,
-            turns_back=owns_keys and has_right and not has_left,
+            turns_back=owns_keys and has_right and not has_left, abreast=self.abreast,
             high_edges=has_left if owns_keys else has_right or tail,
         )  # fmt: skip
 
@@ -82,12 +86,16 @@ def _check_visited(sight: Sight, visited: set, block_m: int, block_n: int) -> No
 def check_keys(sight: Sight, block_n: int) -> None:
     spec, sizes = sight.spec(64, block_n, True), sight.sizes()
     tiles = -(-sight.s_k // block_n)
-    visited = [set() for _ in range(UNITS)]
-    turns = [{} for _ in range(UNITS)]
-    for item in range(UNITS * tiles):
+    visited = [set() for _ in range(sight.units)]
+    turns = [{} for _ in range(sight.units)]
+    items = [[] for _ in range(sight.units)]
+    places = backward_table.places_of(tiles, sight.units, sight.lag, spec)
+    for item, place in enumerate(places):
         unit = backward_walk.unit_of(item, sizes, spec).index
+        items[unit].append(item)
         walk = backward_walk.plan_keys(item, sizes, spec)
         n = walk.own // block_n
+        assert n == place, "a list of tiles would take it for another"
         for head, m, masked in _steps(walk, spec, GROUP):
             if not masked:
                 _check_seen(sight, range(m * 64, min(m * 64 + 64, sight.s_q)), n, block_n)
@@ -97,6 +105,9 @@ def check_keys(sight: Sight, block_n: int) -> None:
     for seen, taken in zip(visited, turns, strict=True):
         _check_visited(sight, seen, 64, block_n)
         _check_turns(taken)
+    assert [len(own) for own in items] == [tiles] * sight.units
+    for earlier, later in zip(items, items[sight.lag :], strict=False):
+        assert max(earlier) < min(later), "a sum would not be cleared or added to"
 
 
 def _check_turns(turns: dict) -> None:

@@ -246,6 +246,33 @@ def test_deterministic_gradients_are_bitwise_equal(name, dim):
     assert int(wrong) == 0
 
 
+@pytest.mark.parametrize("lag", [1, 60, 200])
+@pytest.mark.parametrize(("dim", "long"), [(64, False), (64, True), (128, False)])
+@pytest.mark.parametrize("name", ["full", "tails", "causal", "packed"])
+def test_deterministic_ctas_of_many_heads(name, dim, long, lag):
+    """More CTAs than SMs, and tiles of several heads that begin side by side."""
+    case = Case((1024,) * 8, (1024,) * 8)
+    if name == "tails":
+        case = Case((77,) * 8, (1000,) * 8)
+    if name == "packed":
+        case = Case((1024, 0, 1, 2000, 700), (900, 64, 1024, 2000, 1), packed=True)
+    case = replace(case, heads=16, kv_heads=8, dim=dim, dim_v=dim, dtype=BF16)
+    call = build(replace(case, causal=name == "causal"), device="cuda")
+    out, lse = hopper_forward.launch(call.problem, call.tensors)
+    saved = Saved(torch.randn_like(out), None, out, lse)
+    problem = replace(call.problem, op=Op.BACKWARD, deterministic=True)
+    config = replace(config_of(problem, long), lag=lag)
+    first = backward.launch_with(config, problem, call.tensors, saved)
+    free = replace(problem, deterministic=False)
+    for x, y in zip(first[:3], backward.launch(free, call.tensors, saved)[:3], strict=True):
+        assert float((x.float() - y.float()).norm()) <= 1e-3 * float(y.float().norm())
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(30):
+        again = backward.launch_with(config, problem, call.tensors, saved)
+        wrong += sum((a != b).sum() for a, b in zip(again[:3], first[:3], strict=True))
+    assert int(wrong) == 0
+
+
 def _inputs(dim: int, seed: int = 0) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     shapes = (2, 200, 4, dim), (2, 333, 2, dim), (2, 333, 2, dim)

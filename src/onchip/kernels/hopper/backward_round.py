@@ -3,9 +3,9 @@
 The sum is as large as two dQ, and moving it takes as long as some matrix products; so a warp of
 its own does that for other heads while this CTA's multiply. A unit is a head of K of a sequence:
 the queries that read it, and the tiles of keys that add to their sums. Tiles of keys begin in the
-order of units: `lag` units before its own a tile's CTA has cleared its share of the sum, `lag`
-units behind one rounds it. The kernels before and behind (`backward_stats`) do the same for the
-first and the last `lag` units.
+order of units, or of blocks of up to `lag` units: `lag` units before its own a tile's CTA has
+cleared its share of the sum, `lag` units behind one rounds it. The kernels before and behind
+(`backward_stats`) do the same for the first and the last `lag` units.
 
 A unit's counter goes up by one for each tile of keys whose share is cleared, and again for each
 that has added to it. Nobody waits for a tile that begins later. Functions take

@@ -118,6 +118,10 @@ def _products(c: gl.constexpr, slot, x, S, SPEC: gl.constexpr):
 @gluon.jit
 def add_dq(sum_desc, counters, S, sizes: Sizes, SPEC: gl.constexpr):
     """The warp that adds dQ to the float32 sum in memory, once that is cleared."""
+    if SPEC.passes_at_once:
+        BUFFERS: gl.constexpr = SPEC.dq_buffers
+        for y in gl.static_range(BUFFERS):
+            mbarrier.arrive(S.dq_empty.index(y), count=1)
     if not SPEC.persistent:
         _add_tile(gl.program_id(0), 0, sum_desc, counters, S, sizes, SPEC)
     else:
@@ -147,12 +151,14 @@ def _add_tile(item, start, sum_desc, counters, S, sizes: Sizes, SPEC: gl.constex
         head += walk.head * sizes.group
         line = walk.line + head * walk.stride + m * BM
         _add(sum_desc, line, t, S, SPEC)
-        if SPEC.ordered:
+        if SPEC.passes_at_once:
+            pass_turn(turns + line // BM, 0)
+        elif SPEC.ordered:
             # A step later, when it has long been in memory.
             if t > start:
                 pass_turn(turns + before, PARTS)
             before = line // BM
-    if SPEC.ordered:  # noqa: SIM102 (known when compiling)
+    if SPEC.ordered and not SPEC.passes_at_once:  # noqa: SIM102 (known when compiling)
         if end > start:
             pass_turn(turns + before, 0)
     pass_turn(counters + unit.index, 0)
@@ -166,14 +172,19 @@ def _add(sum_desc, line, t, S, SPEC: gl.constexpr):
     for c in gl.static_range(PARTS):
         u = t * PARTS + c
         y = u % SPEC.dq_buffers
-        tma.store_wait(SPEC.dq_buffers - 1)
-        mbarrier.arrive(S.dq_empty.index(y), count=1)
+        if not SPEC.passes_at_once:
+            tma.store_wait(SPEC.dq_buffers - 1)
+            mbarrier.arrive(S.dq_empty.index(y), count=1)
         if SPEC.ordered and c == 0:
             x = t % TURNS
             mbarrier.wait(S.turn.index(x), (t // TURNS) & 1)
             mbarrier.arrive(S.turn_taken.index(x), count=1)
         mbarrier.wait(S.dq_full.index(y), (u // SPEC.dq_buffers) & 1)
         tma_reduce_add(sum_desc, [line, c * COLUMNS], S.dq.index(y))
+        if SPEC.passes_at_once:
+            # Before the turn is passed, which takes most of a step.
+            tma.store_wait(0)
+            mbarrier.arrive(S.dq_empty.index(y), count=1)
 
 
 @gluon.jit

@@ -49,15 +49,27 @@ def table_of(order: list[int], steps: list[int], ctas: int) -> list[list[int]]:
     return [items + [-1] * (slots - len(items)) for items in found]
 
 
-def schedule(config: BackwardConfig, problem: Problem, spec: Spec, sms: int) -> list[list[int]]:
-    """`table_of` for a call on so many SMs; items as `backward_walk.unit_of` numbers them."""
-    units, lag = units_of(config, problem)
-    steps = steps_of(problem, config.block_m, config.block_n)
-    tiles = len(steps)
+def places_of(tiles: int, units: int, lag: int, spec: Spec) -> list[int]:
+    """Of each item, as `backward_walk.unit_of` numbers them, which tile of keys of its head it is.
+
+    Args:
+        tiles: of a head of K.
+        units, lag: see `backward_arguments.units_of`.
+    """
     first = units - lag
     places = range(tiles)
     turned = [tiles - 1 - p for p in places] if spec.ordered and spec.has_right else list(places)
-    order = turned * first
+    width = max(lag // spec.abreast, 1) if spec.abreast else 1
+    order = []
+    for base in range(0, first, width):
+        order += [place for place in turned for _ in range(min(width, first - base))]
     for place in places if spec.turns_back else turned:
-        order += [place] * (units - first)
+        order += [place] * lag
+    return order
+
+
+def schedule(config: BackwardConfig, problem: Problem, spec: Spec, sms: int) -> list[list[int]]:
+    """`table_of` for a call on so many SMs."""
+    steps = steps_of(problem, config.block_m, config.block_n)
+    order = places_of(len(steps), *units_of(config, problem), spec)
     return table_of(order, steps, min(sms, len(order)))

@@ -141,7 +141,8 @@ def is_whole(item, sizes, SPEC: gl.constexpr):
 
 @gluon.jit
 def unit_of(item, sizes, SPEC: gl.constexpr):
-    """The unit of an item's tile of keys."""
+    """The unit of an item's tile of keys: tiles of several units begin side by side among the last
+    `lag` ones, and where sums are ordered."""
     item, _ = piece_of(item, sizes, SPEC)
     ctas = (sizes.seqlen_k + SPEC.block_n - 1) // SPEC.block_n
     index = item // ctas
@@ -151,8 +152,17 @@ def unit_of(item, sizes, SPEC: gl.constexpr):
         first = sizes.units - sizes.lag
         behind = item - first * ctas
         last = behind >= 0
-        place = gl.where(last, behind // sizes.lag, place)
-        index = gl.where(last, first + behind % sizes.lag, index)
+        if SPEC.abreast > 0:
+            width = gl.maximum(sizes.lag // SPEC.abreast, 1)
+            base = gl.where(last, first, index - index % width)
+            end = gl.where(last, sizes.units, first)
+            width = gl.minimum(gl.where(last, sizes.lag, width), end - base)
+            behind = item - base * ctas
+            place = behind // width
+            index = base + behind % width
+        else:
+            place = gl.where(last, behind // sizes.lag, place)
+            index = gl.where(last, first + behind % sizes.lag, index)
     return Unit(index, ctas, place, last)
 
 
@@ -352,7 +362,8 @@ def turn_of(walk, m, sizes, SPEC: gl.constexpr):
 
     With a right edge the last keys come first: a CTA begins where the mask's edge crosses it,
     and when it comes to a tile the CTAs of later keys have been there. Otherwise the first keys
-    do, and every CTA follows one tile behind the one before.
+    do, and every CTA follows behind the one before, which has begun some steps earlier where tiles
+    of several heads begin side by side (`Spec.abreast`).
     """
     BM: gl.constexpr = SPEC.block_m
     BN: gl.constexpr = SPEC.block_n
