@@ -13,6 +13,7 @@ from tests import compile_only
 from tests.portable_forward_compiles import pose
 
 KERNELS = {
+    "rest": backward_stats.attn_bwd_rest_hopper,
     "pre": backward_stats.attn_bwd_pre_hopper,
     "keys": backward_kernels.attn_bwd_keys_hopper,
     "queries": backward_kernels.attn_bwd_queries_hopper,

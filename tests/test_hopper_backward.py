@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,11 @@ pytest.importorskip("triton.experimental.gluon")
 from onchip import dispatch
 from onchip.kernels.hopper import backward, backward_arguments, backward_table
 from onchip.kernels.hopper.backward_config import BackwardConfig, choose_backward, padded
-from onchip.kernels.hopper.backward_stats import attn_bwd_post_hopper, attn_bwd_pre_hopper
+from onchip.kernels.hopper.backward_stats import (
+    attn_bwd_post_hopper,
+    attn_bwd_pre_hopper,
+    attn_bwd_rest_hopper,
+)
 from onchip.problem import Mask, Op, Problem
 from tests import compile_only
 from tests.portable_cases import Case, build
@@ -270,6 +275,32 @@ def test_the_launch_behind_puts_columns_in_order(dim, width):
     )
     want = (sums[:, :, :length, :dim] * 0.5).transpose(1, 2).half()
     torch.testing.assert_close(dq, want)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="covered by tests/gpu")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("offsets", "longest", "tokens"),
+    [
+        ([0, 5, 5, 12], 7, 12),  # nothing is left
+        ([0, 5, 5, 12], 7, 40),  # behind the last one
+        ([3, 5, 9], 4, 9),  # before the first one
+        ([0, 9, 12], 4, 12),  # past the longest length that the call names
+        ([0, 0], 1, 6),  # nothing but rest
+    ],
+)
+def test_rows_of_no_sequence_get_gradients_of_0(offsets, longest, tokens, parts):
+    cu = torch.tensor(offsets, dtype=torch.int32)
+    grads = [torch.full((tokens, heads, 200), torch.nan) for heads in (4, 2, 2)]
+    widths = [x[0].numel() for x in grads]
+    attn_bwd_rest_hopper[(len(offsets), parts)](
+        *grads, cu, cu, longest, longest, tokens, tokens, *widths, parts
+    )
+    rest = torch.ones(tokens, dtype=torch.bool)
+    for start, end in itertools.pairwise(offsets):
+        rest[start : min(end, start + longest)] = False
+    for x in grads:
+        assert (x[rest] == 0).all() and x[~rest].isnan().all()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="covered by tests/gpu")

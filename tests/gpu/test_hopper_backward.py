@@ -216,6 +216,29 @@ def test_every_gradient_is_written(name, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_rows_of_no_sequence_are_0(causal, dim):
+    """The memory held NaN before."""
+    case = Case((333, 0, 5, 170), (200, 90, 0, 440), dim=dim, dim_v=dim, packed=True, causal=causal)
+    call = build(case, device="cuda")
+    saved = replace(saved_of(call), dlse=None)
+    problem = replace(call.problem, op=Op.BACKWARD)
+    want = backward.launch(problem, call.tensors, saved)
+    more = (call.tensors.q, call.tensors.k, call.tensors.v, saved.dout, saved.out)
+    q, k, v, dout, out = (torch.cat([x, torch.full_like(x[:77], math.nan)]) for x in more)
+    lse = torch.cat([saved.lse, torch.full_like(saved.lse[:, :77], math.nan)], 1)
+    longer = replace(problem, tokens_q=problem.tokens_q + 77)
+    tensors = replace(call.tensors, q=q, k=k, v=v)
+    for _ in range(2):
+        poison = [torch.full_like(x, math.nan) for x in (q, k, v)]
+        del poison
+        found = backward.launch(longer, tensors, replace(saved, dout=dout, out=out, lse=lse))
+        for x, wanted in zip(found[:3], want[:3], strict=True):
+            assert not x[-77:].any()
+            torch.testing.assert_close(x[:-77], wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["tails", "sinks", "packed_causal", "softcap_sinks"])
 def test_any_forward_goes_with_any_backward(name, dim):
     """Both kernels mean the same by LSE, so one's output serves the other's backward."""

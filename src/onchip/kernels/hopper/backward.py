@@ -122,6 +122,7 @@ from onchip.kernels.hopper.backward_stats import (
     ROWS,
     attn_bwd_post_hopper,
     attn_bwd_pre_hopper,
+    attn_bwd_rest_hopper,
 )
 from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Saved, Tensors
@@ -208,12 +209,15 @@ class Steps:
         """Whether every launch has run once and takes the short way from now on."""
         return all(launch.is_resolved for launch in self.launches.values())
 
-    def launch_of(self, part: str, kernel, programs: int, device: int, **options) -> Launch:
+    def launch_of(
+        self, part: str, kernel, programs: int | tuple[int, ...], device: int, **options
+    ) -> Launch:
         """The part's launch, made at its first call."""
         found = self.launches.get(part)
         if found is None:
             options["num_warps"] = 4
-            found = self.launches[part] = Launch(kernel, (programs,), device, **options)
+            grid = programs if isinstance(programs, tuple) else (programs,)
+            found = self.launches[part] = Launch(kernel, grid, device, **options)
         return found
 
     def described(self, part: str, tensors: list[Tensor], describers) -> list:
@@ -323,10 +327,9 @@ def _key(config, problem: Problem, tensors: Tensors, saved: Saved) -> tuple:
 
 def _new_work(steps: Steps, tensors: Tensors) -> Work:
     problem, (lines, rows) = steps.problem, steps.stats_shape
-    # Rows between or behind packed sequences are no CTA's; their gradient is 0.
-    new = torch.zeros_like if problem.layout_q is Layout.PACKED else torch.empty_like
     dq, dk, dv = (
-        new(x, memory_format=torch.contiguous_format) for x in (tensors.q, tensors.k, tensors.v)
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (tensors.q, tensors.k, tensors.v)
     )
     device = dq.device
     stats = torch.empty((2, lines, rows), dtype=torch.float32, device=device)
@@ -348,6 +351,8 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
 def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor | None:
     """Statistics, dQ's sum cleared for the first heads, and the sinks' gradient."""
     problem, sinks = steps.problem, tensors.sinks
+    if problem.layout_q is Layout.PACKED:
+        _clear_rest(steps, tensors, work)
     blocks = -(-problem.seqlen_q // STATS_BLOCK) * (STATS_BLOCK // _ROWS)
     parts = None
     if sinks is not None:
@@ -365,6 +370,19 @@ def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor
         steps.specs["keys"].fours,
     )  # fmt: skip
     return None if parts is None else parts.sum((0, 1)).to(sinks.dtype)
+
+
+def _clear_rest(steps: Steps, tensors: Tensors, work: Work) -> None:
+    """Gradients of packed rows that are no CTA's."""
+    problem = steps.problem
+    parts = -(-2 * steps.sms // (problem.batch + 1))
+    grads = (work.dq, work.dk, work.dv)
+    widths = [x.shape[1] * x.shape[2] for x in grads]
+    grid = (problem.batch + 1, parts)
+    steps.launch_of("rest", attn_bwd_rest_hopper, grid, work.dq.get_device())(
+        *grads, tensors.cu_seqlens_q, tensors.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k,
+        work.dq.shape[0], work.dk.shape[0], *widths, parts,
+    )  # fmt: skip
 
 
 def _finish(steps: Steps, tensors: Tensors, work: Work) -> None:

@@ -35,7 +35,9 @@ class BackwardConfig:
             CTA for each tile all the same.
         pieces: of the tiles of keys of a last wave of CTAs that is not full; 1 leaves them whole,
             0 means what a model of the wave says.
-        lag: tiles of keys between those that add to a head's dQ and those that clear or round it.
+        lag: tiles of keys between those that add to a head's dQ and those that clear or round it;
+            those of so many last ones begin in the order of their lengths, with `apart` where a
+            right edge is.
 
     Raises:
         ValueError: if a value is not one that the kernels can do.
@@ -83,11 +85,38 @@ def choose_backward(problem: Problem) -> BackwardConfig:
     config = _CONFIGS[padded(max(problem.head_dim, problem.head_dim_v))]
     if config.late and not _has_masks(problem, config):
         config = replace(config, fours=True)
-    if problem.deterministic and config.late and _has_edges(problem):
-        config = replace(config, lag=_ORDERED_LAG)
+    config = replace(config, lag=_lag_of(problem, config))
     if config.persistent and not _has_lists(problem, config):
         return replace(config, persistent=False)
     return config
+
+
+def _lag_of(problem: Problem, config: BackwardConfig) -> int:
+    """The config's `lag` for a problem.
+
+    Heads of Q that share one of K have more to clear and to round for a unit, and `lag` units are
+    left to the launches before and behind: 136 tiles are 1.03 to 1.05 of 200 in causal calls at
+    D = 128 and 1k, 4k, and else within 1 % or better (H200, 2026-11-30).
+
+    Tiles of keys are counted for the longest sequence, and those behind the end of a shorter one
+    do nothing, so `lag` of them are fewer than there are SMs and wait for what still runs. 64
+    packed sequences of 64 to 4096 tokens (half of the tiles are such), of a dense call's FLOP/s at
+    their mean length with 200, 400, 700 and 1200: D = 128 full 0.98, 1.00, 0.99, 0.96, causal 0.88,
+    0.96, 0.98, 0.98; D = 64 0.98, 1.00, 1.00, 1.00 and 0.89, 0.95, 0.96, 0.95 (H200, 2026-11-30).
+    """
+    lag = config.lag
+    if problem.deterministic and config.late and _has_edges(problem):
+        lag = _ORDERED_LAG
+    elif problem.group > 1:
+        lag = _GROUPED_APART_LAG if config.apart else _GROUPED_LAG
+    if problem.layout_q is not Layout.PACKED:
+        return lag
+    rows = problem.batch * problem.seqlen_q
+    return -(-lag * 5 * rows // (4 * max(problem.tokens_q, 1)))
+
+
+#: `lag` where heads of Q share one of K; see `_lag_of`.
+_GROUPED_LAG, _GROUPED_APART_LAG = 136, 200
 
 
 def _has_masks(problem: Problem, config: BackwardConfig) -> bool:
@@ -128,5 +157,8 @@ _CONFIGS = {
         stages=3, starts_at_lse=True, ds_buffers=3, holds_keys=True, persistent=True
     ),
     128: BackwardConfig(late=True),
-    256: BackwardConfig(block_n=64, apart=True),
+    # Causal at 1k, 4k, 16k, with a `lag` of 200, 300, 400 against last tiles head by head: 1.015,
+    # 1.015, 1.00; 1.02, 1.02, 1.01; 1.02, 1.01, 1.015; a quarter of the heads of K at 1k and 4k with
+    # 200 and 400 1.12, 1.03 and 1.07, 1.02 (H200, 2026-11-30).
+    256: BackwardConfig(block_n=64, apart=True, lag=300),
 }

@@ -17,6 +17,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 STATS_BLOCK = tl.constexpr(128)
 #: Rows of a program.
 ROWS = tl.constexpr(64)
+#: Numbers that a program of `attn_bwd_rest_hopper` sets to 0 at a time.
+REST_BLOCK = tl.constexpr(1024)
 
 _SIZES = "num_blocks num_heads seqlen_q tokens_q stats_width".split()
 _NUMBERS = [*_SIZES, "stride_ob", "stride_os", "stride_oh", "num_sequences"]
@@ -152,3 +154,37 @@ def attn_bwd_post_hopper(
         seen = seen & (columns < DIM)
     to = dq + ((first + row) * num_heads + head) * DIM + columns
     tl.store(to, x.to(dq.dtype.element_ty), seen)
+
+
+@triton.jit
+def _clear_rest(x, cu_seqlens, longest, tokens: tl.int64, width: tl.int64, parts):
+    """Sets this program's part of the rows of (tokens, width) behind a sequence to 0."""
+    batch = tl.program_id(0) - 1
+    start = tl.cast(0, tl.int64)
+    if batch >= 0:
+        first = tl.load(cu_seqlens + batch)
+        length = tl.load(cu_seqlens + batch + 1) - first
+        start = tl.cast(first, tl.int64) + tl.minimum(length, longest)
+    end = tl.cast(tokens, tl.int64)
+    if batch + 1 < tl.num_programs(0) - 1:
+        end = tl.minimum(tl.load(cu_seqlens + batch + 1), end)
+    place = start * width + tl.program_id(1) * REST_BLOCK
+    for at in range(place, end * width, parts * REST_BLOCK):
+        i = at + tl.arange(0, REST_BLOCK)
+        tl.store(x + i, tl.zeros([REST_BLOCK], x.dtype.element_ty), i < end * width)
+
+
+@triton.jit(do_not_specialize=["longest_q", "longest_k", "parts"])
+def attn_bwd_rest_hopper(
+    dq, dk, dv, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, tokens_q: tl.int64,
+    tokens_k: tl.int64, width_q: tl.int64, width_k: tl.int64, width_v: tl.int64, parts,
+):  # fmt: skip
+    """Program (b, i): the gradients of rows behind sequence b - 1, which no other kernel writes.
+
+    They are 0: rows before the first sequence, behind the last one, and those of a sequence past
+    the longest length that the call names. Where there are none, as mostly, this reads a few
+    numbers; to set all of three gradients of 133k tokens to 0 took 0.4 of 10 ms (H200).
+    """
+    _clear_rest(dq, cu_seqlens_q, longest_q, tokens_q, width_q, parts)
+    _clear_rest(dk, cu_seqlens_k, longest_k, tokens_k, width_k, parts)
+    _clear_rest(dv, cu_seqlens_k, longest_k, tokens_k, width_v, parts)

@@ -148,7 +148,7 @@ def unit_of(item, sizes, SPEC: gl.constexpr):
     index = item // ctas
     place = item - index * ctas
     last = False
-    if not SPEC.apart:
+    if SPEC.has_right or not SPEC.apart:
         first = sizes.units - sizes.lag
         behind = item - first * ctas
         last = behind >= 0
