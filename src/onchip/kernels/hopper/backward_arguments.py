@@ -91,13 +91,15 @@ class Spec:
         """Heads of K whose tiles of keys begin side by side are `lag` divided by this; 0: one head
         begins after the other.
 
-        In a fixed order a CTA follows the one before it 2 to 3 steps behind, so tiles of a head
-        that begin at once wait. Of the default's speed at 1k, 4k, 16k without a mask: D = 64 0.87
-        to 0.89, 0.89 to 0.93, 0.93 to 0.97 with `lag` heads, 0.78, 0.79, 0.86 with half of them,
-        0.62, 0.57, 0.82 with one; D = 128 0.92, 0.97, 0.89, and 0.76, 0.74, 0.85 with one.
-        Causal, a CTA whose walk is short waits to round what long walks add to: D = 64 0.89, 0.92,
-        0.94 with three tenths of `lag`, 0.79, 0.75, 0.83 with `lag`, 0.84, 0.87, 0.89 with one;
-        D = 128 0.85, 0.90, 0.90 with three tenths, 0.90, 0.95, 0.90 with one (H200, 2026-11-30).
+        In a fixed order a CTA follows some steps behind the one before it, so tiles of a head that
+        begin at once wait. Of the default's speed at 1k, 4k, 16k without a mask, in one or two
+        runs: D = 64 0.87 to 0.89, 0.89 to 0.93, 0.93 to 0.97 with `lag` heads, 0.78, 0.79, 0.86
+        with half of them, 0.62, 0.57 to 0.59, 0.82 with one; D = 128 0.92, 0.97, 0.89 with `lag`,
+        0.76, 0.74, 0.85 with one. Causal, more is worse, very likely since a CTA whose walk is
+        short waits to round what long walks add to: D = 64 0.89, 0.92 with three tenths of `lag`
+        (at 16k that is one head), 0.79, 0.75, 0.83 with `lag`, 0.84, 0.83 to 0.87, 0.87 to 0.89
+        with one; D = 128, turns passed at once, 0.85, 0.90, 0.90 with three tenths, 0.90, 0.95,
+        0.90 with one (H200, 2026-11-30).
         """
         if not self.ordered:
             return 0
@@ -108,9 +110,12 @@ class Spec:
     @property
     def passes_at_once(self) -> bool:
         """Whether a CTA lets the next one add to a tile of dQ as soon as it has added, and not a
-        step later: what that takes is less than a step at D = 128 alone. Of the default's speed
-        at 1k, 4k, 16k, D = 128: full 0.92, 1.02, 0.99 against 0.92, 0.97, 0.89, causal 0.95, 1.00,
-        0.92 against 0.89, 0.93, 0.83; D = 64 full 0.85, 0.95, 0.93 against 0.89, 0.93, 0.97
+        step later.
+
+        Of the default's speed at 1k, 4k, 16k, D = 128 in one run: full 0.92, 1.02, 0.99 against
+        0.92, 0.97, 0.89, causal 0.95, 1.00, 0.92 against 0.89, 0.93, 0.83. At D = 64, where a step
+        is shorter, two runs do not agree: full 0.85, 0.95, 0.93 against 0.89, 0.93, 0.97, then
+        0.89, 0.95, 0.93 against 0.87, 0.89, 0.93; causal 0.87, 0.87, 0.83 against 0.89, 0.92, 0.94
         (H200, 2026-11-30).
         """
         return self.ordered and self.late
