@@ -23,6 +23,7 @@ from onchip.bench.timing import interleaved_device_ms
 TOKENS, WIDTH = 16384, 2048
 DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 WINDOW = 1024
+HEADS, KV_HEADS = 32, 8
 NUM_SEQUENCES, SHORTEST, LONGEST = 64, 64, 4096
 
 
@@ -63,19 +64,19 @@ def window(dim: int, rounds: int, kernel: str | None) -> list[dict]:
     return rows
 
 
-def groups(dim: int, rounds: int, kernel: str | None) -> list[dict]:
-    """Time with a quarter of the key and value heads against as many as queries have, N = 4k."""
-    length, heads = 4096, WIDTH // dim
-    q, k, v = _leaves(TOKENS // length, length, heads, dim)
-    few = [x.detach()[:, :, : heads // 4].contiguous().requires_grad_() for x in (k, v)]
+def groups(dim: int, length: int, rounds: int, kernel: str | None) -> list[dict]:
+    """Time with 8 key and value heads for 32 query heads against 32 of both."""
+    batch = TOKENS // length
+    q, k, v = _leaves(batch, length, HEADS, dim)
+    few = [x.detach()[:, :, :KV_HEADS].contiguous().requires_grad_() for x in (k, v)]
     rows = []
     for causal in (False, True):
         call = functools.partial(attention, causal=causal, kernel=kernel)
         equal, grouped = _parts(call, [q, k, v]), _parts(call, [q, *few])
         for part in equal:
             us = _medians_us({"equal": equal[part], "grouped": grouped[part]}, rounds)
-            row = {"case": "groups", "part": part, "dim": dim, "causal": causal, **us}
-            rows.append({**row, "of_equal": us["equal"] / us["grouped"]})
+            row = {"case": "groups", "part": part, "dim": dim, "length": length, "causal": causal}
+            rows.append({**row, **us, "of_equal": us["equal"] / us["grouped"]})
     return rows
 
 
@@ -184,7 +185,8 @@ def measure(rounds: int, kernel: str | None) -> Iterator[dict]:
     jobs: list[Callable[[], list[dict]]] = [lambda: [memory(kernel)]]
     for dim in DIMS:
         jobs.append(functools.partial(window, dim, rounds, kernel))
-        jobs.append(functools.partial(groups, dim, rounds, kernel))
+        for length in LENGTHS[1:]:
+            jobs.append(functools.partial(groups, dim, length, rounds, kernel))
         for causal in (False, True):
             jobs.append(functools.partial(varlen, dim, causal, rounds, kernel))
     for dim, length, causal in itertools.product(DIMS, LENGTHS, (False, True)):

@@ -145,7 +145,8 @@ def _has_lists(problem: Problem, config: BackwardConfig) -> bool:
 
 #: The `lag` of ordered sums at D = 128 with a mask: CTAs with short walks begin first and wait to
 #: round what longer ones add to. Causal, of the default's speed at 1k, 4k, 16k: 0.92, 0.98, 0.98
-#: with it, 0.90, 0.95, 0.90 with 200; 400 0.96 at 16k (H200, 2026-11-30).
+#: with it and 0.90, 0.95, 0.90 with 200 in one run, 0.90, 0.96, 0.95 in a later one, which had none
+#: with 200 (H200, 2026-11-30).
 _ORDERED_LAG = 300
 
 #: Tiles of keys in lists: they take the host 1 us each where a shape is new, and 4 bytes.
@@ -158,7 +159,7 @@ _CONFIGS = {
     ),
     128: BackwardConfig(late=True),
     # Causal at 1k, 4k, 16k, with a `lag` of 200, 300, 400 against last tiles head by head: 1.015,
-    # 1.015, 1.00; 1.02, 1.02, 1.01; 1.02, 1.01, 1.015; a quarter of the heads of K at 1k and 4k with
-    # 200 and 400 1.12, 1.03 and 1.07, 1.02 (H200, 2026-11-30).
+    # 1.015, 1.00; 1.02, 1.02, 1.01; 1.02, 1.01, 1.015; with a quarter of the heads of K, at 1k and
+    # 4k, 200 and 400 1.12, 1.03 and 1.07, 1.02 (H200, 2026-11-30).
     256: BackwardConfig(block_n=64, apart=True, lag=300),
 }
