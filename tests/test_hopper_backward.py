@@ -23,7 +23,7 @@ from onchip.kernels.hopper.backward_stats import (
     attn_bwd_pre_hopper,
     attn_bwd_rest_hopper,
 )
-from onchip.problem import Mask, Op, Problem
+from onchip.problem import Layout, Mask, Op, Problem
 from tests import compile_only
 from tests.portable_cases import Case, build
 
@@ -378,9 +378,24 @@ def test_configs_are_chosen_by_head_dimension():
     assert choose_backward(long).fours
     assert not choose_backward(replace(long, mask=Mask(right=0))).fours
     assert not choose_backward(replace(long, seqlen_k=257)).fours
-    ordered = replace(long, deterministic=True)
-    assert choose_backward(ordered).lag == choose_backward(long).lag == 200
+
+
+def test_lag_follows_the_call():
+    """What was measured stands in `backward_config`."""
+    alone = _problem(head_dim=128, head_dim_v=128, num_heads=4, num_kv_heads=4, seqlen_k=256)
+    ordered = replace(alone, deterministic=True)
+    assert choose_backward(ordered).lag == choose_backward(alone).lag == 200
     assert choose_backward(replace(ordered, mask=Mask(right=0))).lag == 300
+    assert choose_backward(replace(alone, num_kv_heads=1)).lag == 136
+    assert choose_backward(replace(alone, head_dim=256)).lag == 300
+    assert choose_backward(replace(alone, head_dim=256, num_kv_heads=1)).lag == 200
+    packed = replace(
+        alone, layout_q=Layout.PACKED, layout_k=Layout.PACKED, batch=4, seqlen_q=1000,
+        seqlen_k=1000, tokens_q=4000,
+    )  # fmt: skip
+    assert choose_backward(packed).lag == 250
+    assert choose_backward(replace(packed, tokens_q=2000)).lag == 500
+    assert choose_backward(replace(packed, tokens_q=0)).lag == 250 * 4000
 
 
 @pytest.mark.parametrize(
