@@ -11,7 +11,7 @@ import torch
 
 from onchip.kernels.portable import decode, decode_direct, decode_tall
 from onchip.kernels.portable.decode_config import choose_decode
-from onchip.problem import Mask, Op, Params, Problem, Tensors
+from onchip.problem import Mask, NewTokens, Op, Params, Problem, Tensors
 from tests import compile_only
 from tests.hopper_forward_compiles import walks
 
@@ -28,6 +28,14 @@ FEATURES = {
     "wide": {"seqlen_q": 16, "window": (1023, 0)},
     "terms": {"softcap": 30.0, "terms": True},
     "dense_cache": {"page": 32768, "batch": 4},
+    "append": {"new": {}},
+    "append_turned": {"new": {"pairs": 64}},
+    "append_pairs": {"new": {"pairs": 32, "interleaved": True}, "page": 256},
+    "append_balanced": {"new": {"pairs": 64}, "batch": 64},
+    "append_page_1": {"new": {"pairs": 64}, "page": 1, "batch": 64},
+    "append_dense_cache": {"new": {"pairs": 64}, "page": 32768, "batch": 4},
+    "append_window": {"new": {"pairs": 64}, "window": (1023, 0), "batch": 64},
+    "append_half": {"new": {"pairs": 32}},  # of D = 64
     "tall_64": {"seqlen_q": 16},
     "tall_128": {"seqlen_q": 32},
     "tall_pages_of_256": {"seqlen_q": 32, "page": 256},
@@ -45,8 +53,9 @@ def _empty(*shape, dtype=torch.bfloat16) -> torch.Tensor:
 def pose(
     arch, dim, batch=1, seqlen_q=1, page=16, window=(-1, 0), softcap=0.0, terms=False,
     kv_dtype=torch.bfloat16, dtype=torch.bfloat16, heads=32, kv_heads=8, seqlen_k=32768,
+    new=None,
 ) -> tuple[Problem, Tensors]:  # fmt: skip
-    """A problem as if on a GPU of `arch`, with tensors that hold no data."""
+    """A problem as if on a GPU of `arch`, with tensors that hold no data; `new` see `appended`."""
     columns = seqlen_k // page
     q = _empty(batch, seqlen_q, heads, dim, dtype=dtype)
     k, v = (_empty(batch * columns, page, kv_heads, dim, dtype=kv_dtype) for _ in range(2))
@@ -64,12 +73,25 @@ def pose(
     return replace(Problem.of(Op.FORWARD, tensors, params), device="cuda", arch=arch), tensors
 
 
+def appended(tensors: Tensors, pairs=0, interleaved=False) -> NewTokens:
+    """One new token a sequence that turns by so many pairs of features."""
+    batch, (_, _, kv_heads, dim) = tensors.q.shape[0], tensors.k.shape
+    k, v = (_empty(batch, 1, kv_heads, dim, dtype=tensors.k.dtype) for _ in range(2))
+    tables = [_empty(4096, pairs) if pairs else None for _ in range(2)]
+    return NewTokens(
+        tensors.q, k, v, tensors.k, tensors.v, tensors.seqused_k, tensors.block_table, None,
+        *tables, interleaved=interleaved,
+    )  # fmt: skip
+
+
 def resources(cases: list[dict]) -> list[dict]:
     """What each case's kernel uses; a case names arch, dim and a set of features."""
     found = []
     for case in cases:
-        problem, tensors = pose(case["arch"], case["dim"], **FEATURES[case["features"]])
-        launch = partial(decode.launch_with, choose_decode(problem, 132), problem, tensors)
+        features = FEATURES[case["features"]]
+        problem, tensors = pose(case["arch"], case["dim"], **features)
+        new = appended(tensors, **features["new"]) if "new" in features else None
+        launch = partial(decode.launch_with, choose_decode(problem, 132), problem, tensors, new)
         kernels = (
             decode.attn_decode_portable,
             decode.attn_decode_merge_portable,

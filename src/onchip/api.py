@@ -270,12 +270,13 @@ def attention_with_kvcache(
     options = Options(causal, window, scale, softcap, *run)
     arguments = CacheArguments(*given)
     call, new = prepare.kvcache(arguments, rotary_interleaved, options)
+    done = None
     if new is not None:
-        if not torch.compiler.is_compiling():
-            ops.plan(Op.FORWARD, call.tensors, call.params)
-        call.tensors.q, call.tensors.seqused_k = cache_ops.append(new)
-    out, lse = ops.attention(*call)
-    repeats.keep(asked, given, call, new, return_lse)
+        done = cache_ops.append_and_attend(call.tensors, call.params, new)
+        if done is None:
+            call.tensors.q, call.tensors.seqused_k = cache_ops.append(new)
+    out, lse = ops.attention(*call) if done is None else done
+    repeats.keep(asked, given, call, new, return_lse, done is not None)
     return (out, lse) if return_lse else out
 
 

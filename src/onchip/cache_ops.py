@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip import dispatch, ops
 from onchip.bounded import Bounded
 from onchip.ops import Plan
-from onchip.problem import Layout, Mask, NewTokens, Op, Problem, needs_copy
+from onchip.problem import Layout, Mask, NewTokens, Op, Params, Problem, Tensors, needs_copy
 
 _lib = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 _lib.define(
@@ -67,7 +68,7 @@ def store_problem(k: Tensor, v: Tensor, k_cache: Tensor, scaled: bool) -> Proble
 
 def _store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
     scaled = k_scale is not None or v_scale is not None
-    problem, launch, _ = plan_store(k, v, k_cache, scaled)
+    problem, launch, *_ = plan_store(k, v, k_cache, scaled)
     if k.numel():
         with ops.without_autocast(problem.device):
             launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
@@ -90,6 +91,35 @@ def append(new: NewTokens) -> tuple[Tensor, Tensor]:
     return (new.q if new.rotary_cos is None else q), lengths
 
 
+def append_and_attend(
+    tensors: Tensors, params: Params, new: NewTokens
+) -> tuple[Tensor, Tensor] | None:
+    """Appends and attends in one launch, where the attention's kernel does both.
+
+    Returns:
+        out and lse; None where it takes two launches, or where torch's dispatcher is listened
+        to, whose operators are two. Nothing has happened then.
+
+    Raises:
+        NoKernelError: if no kernel takes the attention; nothing was appended.
+
+    Mutates:
+        new.k_cache, new.v_cache: the slots of the new tokens, unless None is returned.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    plan = ops.plan(Op.FORWARD, tensors, params)
+    if plan.append is None or not ops.is_plain(new.q, new.k, new.v, new.k_cache, new.v_cache):
+        return None
+    if new.q.numel() == 0 or forward_ad._current_level >= 0:
+        return None
+    with ops.without_autocast(plan.problem.device):
+        found = plan.append[0](plan.problem, tensors, new)
+    if found is not None:
+        mark_written(new.k_cache, new.v_cache)
+    return found
+
+
 def mark_written(*caches: Tensor) -> None:
     """Tells autograd that kernels wrote to these, past torch's dispatcher.
 
@@ -99,7 +129,7 @@ def mark_written(*caches: Tensor) -> None:
 
 
 def _append(new: NewTokens) -> tuple[Tensor, Tensor]:
-    problem, launch, _ = plan_append(new)
+    problem, launch, *_ = plan_append(new)
     if new.k.numel() == 0:
         return new.q, new.cache_seqlens + new.k.shape[1]
     for name in ("q", "k", "v"):

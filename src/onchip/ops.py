@@ -61,11 +61,15 @@ _lib.define(
 
 
 class Plan(NamedTuple):
-    """A problem and the function chosen to run it; `Kernel.load_repeat` says what repeats it."""
+    """A problem and the function chosen to run it.
+
+    `Kernel.load_repeat` says what repeats it, `Kernel.load_append` what appends in its launch.
+    """
 
     problem: Problem
     launch: Callable
     repeat: Callable | None = None
+    append: tuple[Callable, Callable] | None = None
 
 
 _plans: Bounded[tuple, Plan] = Bounded(4096)
@@ -103,7 +107,8 @@ def plan(op: Op, tensors: Tensors, params: Params) -> Plan:
     if found is None:
         problem = replace(Problem.of(op, tensors, params), copies=())
         kernel = dispatch.choose(problem, params.kernel or None)
-        found = _plans[key] = Plan(problem, kernel.load(), kernel.load_repeat())
+        append = kernel.load_append() if op is Op.FORWARD else None
+        found = _plans[key] = Plan(problem, kernel.load(), kernel.load_repeat(), append)
     return found
 
 
@@ -179,7 +184,7 @@ def _forward(tensors: Tensors, params: Params, memo=None) -> tuple[Tensor, Tenso
         found = plan(Op.FORWARD, tensors, params)
         if memo is not None:
             memo.forward = found
-    problem, launch, _ = found
+    problem, launch, *_ = found
     if tensors.q.numel() == 0:
         return _new_outputs(tensors, params)
     with without_autocast(problem.device):
@@ -191,7 +196,7 @@ def _attn_backward(
     dout, dlse, out, lse, *args
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     tensors, params = Tensors(*args[:_NUM_INPUTS]), Params(*args[_NUM_INPUTS:])
-    problem, launch, _ = plan(Op.BACKWARD, tensors, params)
+    problem, launch, *_ = plan(Op.BACKWARD, tensors, params)
     aux = tensors.score_aux if params.aux_grad else ()
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
         return *_zero_gradients(tensors, lse, dlse), [x.new_zeros(x.shape) for x in aux]

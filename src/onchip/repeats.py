@@ -47,24 +47,21 @@ class Repeat:
         attend: the attention's launch.
         sources: place among the call's tensors of each one that it reads; -1 for absent.
         table: a table of our own, whose place comes after the caller's tensors.
-        append: the append's launch, if there is one.
+        append: the append's launch, if it is one of its own.
         new: its `sources`.
+        appends: whether the call writes to its cache.
     """
 
-    __slots__ = ("_append", "_attend", "_new", "_sources", "_table", "fits")
+    __slots__ = ("_append", "_attend", "_new", "_sources", "_table", "appends", "fits")
 
-    def __init__(self, guards, attend, sources, table=None, append=None, new=()):
+    def __init__(self, guards, attend, sources, table=None, append=None, new=(), appends=False):
         self.fits = guards.check
         self._attend = attend
         self._sources = itemgetter(*sources)
         self._table = table
         self._append = append
         self._new = itemgetter(*new) if new else None
-
-    @property
-    def appends(self) -> bool:
-        """Whether the call writes to its cache."""
-        return self._append is not None
+        self.appends = appends or append is not None
 
     @property
     def is_ready(self) -> bool:
@@ -303,6 +300,7 @@ def keep(
     call: Any,
     new: NewTokens | None,
     wants_lse: bool,
+    at_once: bool = False,
 ) -> None:
     """Keeps the launches of a call that has just run, if they can be repeated.
 
@@ -310,9 +308,10 @@ def keep(
         asked_for: from `asked`.
         given: the tensors that it was made from.
         call: `prepare.Call`, its tensors as the attention read them; q and lengths come from
-            the append, if there was one.
+            the append, if it was a launch of its own.
         new: as the append read them.
         wants_lse: whether the caller asked for it.
+        at_once: whether one launch appended and attended.
     """
     if asked_for is None:
         return
@@ -322,6 +321,9 @@ def keep(
     if tensors.q.device.type != "cuda" or not ops.is_plain(*_present(given)):
         return
     if tensors.q.numel() == 0 or (new is not None and new.k.numel() == 0):
+        return
+    if at_once and new is not None:
+        _keep_at_once(asked_for, given, call, new, wants_lse)
         return
     named = given
     if new is not None:
@@ -346,6 +348,23 @@ def keep(
         return  # launches that only Triton can make are looked up as all others are
     is_ours = table is not given[_TABLE] and batch_idx is None
     _put(asked_for, attend, sources, table if is_ours else None, append, own)
+
+
+def _keep_at_once(
+    asked_for: Asked, given: Sequence[Tensor | None], call: Any, new: NewTokens, wants_lse: bool
+) -> None:
+    """`keep` where one launch appended and attended: tensors are as they were before."""
+    tensors = call.tensors
+    table, batch_idx = tensors.block_table, given[_BATCH_IDX]
+    read = (*_read(tensors), new.k, new.v, new.rotary_cos, new.rotary_sin)
+    sources = _sources(read, given, table, batch_idx)
+    plan = ops.plan(Op.FORWARD, tensors, call.params)
+    if sources is None or plan.append is None:
+        return
+    attend = plan.append[1](plan.problem, tensors, new, wants_lse)
+    if attend is not None and attend.is_ready:
+        is_ours = table is not given[_TABLE] and batch_idx is None
+        _put(asked_for, attend, sources, table if is_ours else None, appends=True)
 
 
 def keep_dense(
@@ -373,12 +392,12 @@ def keep_dense(
         _put(asked_for, attend, sources)
 
 
-def _put(asked_for: Asked, attend, sources, table=None, append=None, own=()) -> None:
+def _put(asked_for: Asked, attend, sources, table=None, append=None, own=(), appends=False) -> None:
     """Keeps launches for calls like this one."""
     guards = _guards(asked_for.tensors)
     if guards is None:
         return
-    repeat = Repeat(guards, attend, sources, table, append, own)
+    repeat = Repeat(guards, attend, sources, table, append, own, appends)
     try:
         alike = _kept.get(asked_for.key)
     except TypeError:  # an unhashable number

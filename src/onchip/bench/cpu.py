@@ -264,7 +264,7 @@ def overhead_us(rounds: int = 30) -> dict[str, float]:
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     options = prepare.Options(True, (-1, -1), None, 0.0, False, False, None, None)
     tensors, params, _ = prepare.dense(Tensors(q, k, v), options)
-    problem, launch, _ = plan(Op.FORWARD, tensors, params)
+    problem, launch, *_ = plan(Op.FORWARD, tensors, params)
     with torch.no_grad():
         times_us = interleaved_us(
             {

@@ -10,7 +10,8 @@ Every kernel module named by a record has
 * ``launch(problem, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)`` for a store, and
   ``append(problem, new) -> (q, lengths)`` for a store that finds its own slots.
 
-A module may also have ``repeat_<entry>(problem, tensors)``: see `Kernel.load_repeat`.
+A module may also have ``repeat_<entry>(problem, tensors)``: see `Kernel.load_repeat`, and
+``append_<entry>(problem, tensors, new)``: see `Kernel.load_append`.
 
 A file that holds several names them apart; `Kernel.entry` says which is meant.
 """
@@ -110,6 +111,18 @@ class Kernel:
         and the addresses) to outputs that it makes itself. `onchip.repeats` uses it.
         """
         return getattr(importlib.import_module(self.module), f"repeat_{entry or self.entry}", None)
+
+    def load_append(self) -> tuple[Callable, Callable] | None:
+        """The functions that append and attend in one launch, if a forward's module has them.
+
+        The first takes a forward's arguments, as they are before the append, and `NewTokens`; it
+        returns out and lse, or None where it does not take such a call, of which nothing has
+        happened then. The second makes repeated launches, as `load_repeat` says; the addresses of
+        new k, v, cosine and sine come behind the others.
+        """
+        module = importlib.import_module(self.module)
+        once = getattr(module, f"append_{self.entry}", None)
+        return once and (once, getattr(module, f"repeat_append_{self.entry}"))
 
     def rejections(self, problem: Problem) -> list[str]:
         """Why this kernel can't take the problem; empty when it can."""

@@ -47,7 +47,14 @@ from onchip.kernels.portable.arguments import precision_of
 from onchip.kernels.portable.decode_config import DecodeConfig, choose_decode
 from onchip.kernels.portable.decode_repeated import Repeated
 from onchip.kernels.portable.decode_results import finish, finish_merged, merged, put_aside
-from onchip.kernels.portable.decode_spec import NUMBERS, decode_numbers, decode_spec, vector_of
+from onchip.kernels.portable.decode_spec import (
+    NUMBERS,
+    appends_itself,
+    decode_numbers,
+    decode_spec,
+    new_numbers,
+    vector_of,
+)
 from onchip.kernels.portable.decode_tiles import (
     Keys,
     Terms,
@@ -56,7 +63,7 @@ from onchip.kernels.portable.decode_tiles import (
     row_edges,
 )
 from onchip.kernels.portable.masks import LOG2E
-from onchip.problem import Layout, Problem, Tensors
+from onchip.problem import Layout, NewTokens, Problem, Tensors
 from onchip.together import TOGETHER
 
 
@@ -338,10 +345,22 @@ def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def launch_with(
-    config: DecodeConfig | None, problem: Problem, tensors: Tensors
+    config: DecodeConfig | None, problem: Problem, tensors: Tensors, new: NewTokens | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`launch` with a given config: for the tuner and the tests."""
-    return _plan_of(config, problem, tensors)(tensors)
+    """`launch`, or `append_launch`, with a given config: for the tuner and the tests."""
+    return _plan_of(config, problem, tensors, new)(tensors, new)
+
+
+def append_launch(
+    problem: Problem, tensors: Tensors, new: NewTokens
+) -> tuple[Tensor, Tensor] | None:
+    """See `onchip.kernels.Kernel.load_append`.
+
+    Mutates:
+        new.k_cache, new.v_cache: the slots of the new tokens, unless None is returned.
+    """
+    plan = _appending(problem, tensors, new)
+    return None if plan is None else plan(tensors, new)
 
 
 def repeat_launch(problem: Problem, tensors: Tensors, wants_lse: bool) -> Repeated | None:
@@ -349,7 +368,24 @@ def repeat_launch(problem: Problem, tensors: Tensors, wants_lse: bool) -> Repeat
     return Repeated(_plan_of(None, problem, tensors), tensors.q, wants_lse)
 
 
-def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) -> Plan:
+def repeat_append_launch(
+    problem: Problem, tensors: Tensors, new: NewTokens, wants_lse: bool
+) -> Repeated | None:
+    """`repeat_launch` of `append_launch`; those of new k, v, cosine and sine come behind."""
+    plan = _appending(problem, tensors, new)
+    return None if plan is None else Repeated(plan, tensors.q, wants_lse)
+
+
+def _appending(problem: Problem, tensors: Tensors, new: NewTokens) -> Plan | None:
+    """The plan of one launch for both, if there is one."""
+    if not (_HAS_GLUON and appends_itself(problem, tensors, new)):
+        return None
+    return _plan_of(None, problem, tensors, new)
+
+
+def _plan_of(
+    config: DecodeConfig | None, problem: Problem, tensors: Tensors, new: NewTokens | None = None
+) -> Plan:
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.block_table
     # Beside the problem, what the plan depends on: where rows lie and how they are aligned.
     places = tuple((x.stride(), x.data_ptr() % 16) for x in (q, k, v))
@@ -357,12 +393,19 @@ def _plan_of(config: DecodeConfig | None, problem: Problem, tensors: Tensors) ->
     others = tuple(
         None if x is None else (x.dtype, x.data_ptr() % 16) for x in _optional_tensors(tensors)
     )
+    if new is not None:
+        others = (*others, new.interleaved, *map(_place, _new_tensors(new)))
     # To hash a Problem costs more than the launch; the plan keeps it alive, so its id is its own.
     key = (config, id(problem), q.device, places, columns, others, precision_of(problem))
     found = _plans.get(key)
     if found is None:
-        found = _plans[key] = Plan(config, problem, tensors)
+        found = _plans[key] = Plan(config, problem, tensors, new)
     return found
+
+
+def _place(x: Tensor | None):
+    """What a plan depends on in a tensor that is appended, or in a table of angles."""
+    return None if x is None else (x.dtype, x.shape[1], x.stride(), x.data_ptr() % 16)
 
 
 def _optional_tensors(t: Tensors) -> tuple:
@@ -372,17 +415,30 @@ def _optional_tensors(t: Tensors) -> tuple:
     )  # fmt: skip
 
 
+def _new_tensors(new: NewTokens | None) -> tuple:
+    """`attn_decode_direct`'s parameters from new_k to rotary_sin."""
+    if new is None:
+        return (None,) * 4
+    return (new.k, new.v, new.rotary_cos, new.rotary_sin)
+
+
 class Plan:
     """What does not change between calls of one shape."""
 
-    def __init__(self, config: DecodeConfig | None, problem: Problem, tensors: Tensors):
+    def __init__(
+        self,
+        config: DecodeConfig | None,
+        problem: Problem,
+        tensors: Tensors,
+        new: NewTokens | None = None,
+    ):
         self.problem = problem
         self.dtype, self.device = tensors.q.dtype, tensors.q.device
         device = self.device
         num_sms = decode_workspace.num_sms(device)
         if config is None:
             config = choose_decode(problem, num_sms, _HAS_GLUON and vector_of(tensors) > 1)
-        self.spec = spec = decode_spec(config, problem, tensors)
+        self.spec = spec = decode_spec(config, problem, tensors, new)
         packed = problem.layout_q is Layout.PACKED
         rows = (problem.tokens_q,) if packed else (problem.batch, problem.seqlen_q)
         self.out_shape = (*rows, problem.num_heads, problem.head_dim_v)
@@ -396,6 +452,7 @@ class Plan:
         self.numbers = (*decode_numbers(spec, config, problem, tensors), num_sms, spec)
         self.tall = None
         self.like: tuple[Described, ...] = ()  # of k and v, where the kernel reads them by TMA
+        self.absent: tuple[None, ...] = ()  # parameters behind v_scale that the call lacks
         # See `forward._resolve`: rows that are only 2-byte aligned.
         stages = config.num_stages if spec.vector > 1 else 1
         index = device.index if device.type == "cuda" else -1
@@ -404,7 +461,8 @@ class Plan:
             # Gluon is imported where it is needed: other platforms may lack it.
             from onchip.kernels.portable.decode_direct import attn_decode_direct
 
-            self.numbers = (*self.numbers, stages)
+            self.numbers = (*self.numbers[:-1], *new_numbers(spec, new), spec, stages)
+            self.absent = () if spec.appends else _new_tensors(None)
             self.run = Launch(attn_decode_direct, (units, programs), index,
                               num_warps=config.num_warps, maxnreg=128, launch_pdl=True)  # fmt: skip
         elif config.tall:
@@ -427,23 +485,24 @@ class Plan:
                 *(numbers[name] for name in _MERGE_NUMBERS[:7]), num_sms, programs, spec
             )  # fmt: skip
 
-    def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def __call__(self, tensors: Tensors, new: NewTokens | None = None) -> tuple[Tensor, Tensor]:
         q = tensors.q
         out = q.new_empty(self.out_shape)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         with TOGETHER:
-            self._launch(tensors, out, lse)
+            self._launch(tensors, new, out, lse)
         return out, lse
 
-    def _launch(self, t: Tensors, out: Tensor, lse: Tensor) -> None:
-        """Mutates: out, lse."""
+    def _launch(self, t: Tensors, new: NewTokens | None, out: Tensor, lse: Tensor) -> None:
+        """Mutates: out, lse, and new's caches."""
         partials = (None, None, None)
         if self.spec.merges:
             partials = decode_workspace.take(out.device, *self.room)
         keys = (t.k, t.v)
         if self.like:
             keys = (*self._described(t), t.v)
-        self.run(t.q, *keys, out, lse, t.block_table, *_optional_tensors(t), *partials,
+        appended = self.absent if new is None else _new_tensors(new)
+        self.run(t.q, *keys, out, lse, t.block_table, *_optional_tensors(t), *appended, *partials,
                  *self.numbers)  # fmt: skip
         if self.merge is not None:
             self.merge(out, lse, t.cu_seqlens_q, t.seqused_k, t.leftpad_k, t.sinks, t.v_scale,

@@ -10,7 +10,9 @@ Of several pieces of a sequence each puts its statistics aside, and the last one
 counter merges them, as in `decode`. Launches overlap: the next one is set up while this one runs,
 and waits for its end before it reads anything (programmatic dependent launch).
 
-It does not do: several queries, D other than 64 and 128, softcap, ALiBi.
+It may append too: one new token a sequence, turned with the queries (`decode_direct_append`).
+
+It does not do: several queries, D other than 64 and 128, softcap, ALiBi; appends to float8.
 
 Legend: W warps, D head dimension, N page size, ROWS query heads of a group, padded to 8, KEPT to
 a power of two.
@@ -25,6 +27,15 @@ from triton.runtime.jit import constexpr_function
 
 from onchip.kernels.gluon_names import wait_for_all
 from onchip.kernels.portable.decode_cuts import dealt
+from onchip.kernels.portable.decode_direct_append import (
+    New,
+    append,
+    gathered_queries,
+    gathered_token,
+    new_rows,
+    put_in,
+    turned_queries,
+)
 from onchip.kernels.portable.decode_direct_results import (
     LOWEST,
     finish,
@@ -47,7 +58,7 @@ from onchip.kernels.portable.decode_direct_tiles import (
     turned,
     width_of,
 )
-from onchip.kernels.portable.decode_spec import NUMBERS
+from onchip.kernels.portable.decode_spec import NEW_NUMBERS, NUMBERS
 
 
 @constexpr_function
@@ -80,6 +91,8 @@ def _locate(seqused_k, leftpad_k, num_sequences, left, splits, num_sms, SPEC: gl
     every = gl.arange(0, SPEC.batch_padded, _flat(SPEC, gl.num_warps()))
     seen = every < num_sequences
     lengths = gl.load(seqused_k + every, mask=seen, other=0)
+    if SPEC.appends:
+        lengths = gl.where(seen, lengths + 1, 0)
     first = lengths * 0
     if SPEC.has_first:
         first = gl.load(leftpad_k + every, mask=seen, other=0)
@@ -157,15 +170,32 @@ def _start(k_ring, v_ring, start, stop, step, cache: Cache, SPEC: gl.constexpr,
 
 
 @gluon.jit
-def _walk(start, stop, step, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    """Statistics of each warp over every `step`th tile of [start, stop), for the queries x."""
+def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: gl.constexpr,
+          MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Statistics of each warp over every `step`th tile of [start, stop), for the queries x.
+
+    Args:
+        start, stop, step: tiles.
+        cache: where they are.
+        x: queries; unused where they turn.
+        factor: of logits.
+        new: what is appended, where the call appends.
+        is_last: whether it is this program that appends.
+        SPEC, MMA, STAGES: what is compiled.
+    """
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
     DIM: gl.constexpr = SPEC.dim
     F8: gl.constexpr = SPEC.is_float8
     k_ring, v_ring, keys = rings(cache, SPEC, STAGES)
     ids = _start(k_ring, v_ring, start, stop, step, cache, SPEC, STAGES)
+    if SPEC.appends:  # while the first tiles are on their way
+        rows = new_rows(cache.k.dtype.element_ty, SPEC)
+        token = gathered_token(new, is_last, cache, SPEC)
+        if SPEC.rotary_pairs > 0:
+            x = turned_queries(gathered_queries(new, SPEC), SPEC, MMA)
+        if is_last:
+            append(token, new, rows, cache, SPEC)
     queries, scale = prepared(x, factor, SPEC, MMA)
     acc = gl.zeros([W, DIM, ROWS], gl.float32, MMA)
     maximum = gl.full([W, ROWS], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
@@ -175,6 +205,9 @@ def _walk(start, stop, step, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: g
     for tile in range(start, stop, step):
         async_copy.wait_group(STAGES - 2)
         wait_for_all()  # all copies are there, and all warps are done with the tile before
+        if SPEC.appends:  # noqa: SIM102 (one is decided by the compiler, one at run time)
+            if tile == cache.last // SPEC.block_n:
+                put_in(k_ring.index(slot), v_ring.index(slot), rows, cache, SPEC)
         later = tile + (STAGES - 1) * step
         if later < stop:
             fetch(k_ring.index(ahead), v_ring.index(ahead), ids, later, cache, SPEC)
@@ -204,15 +237,16 @@ def _walk(start, stop, step, cache: Cache, x, factor, SPEC: gl.constexpr, MMA: g
     return acc, maximum, denominator
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=(*NUMBERS, *NEW_NUMBERS))
 def attn_decode_direct(
     q, k, v, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
-    k_scale, v_scale, partial_out, partial_stats, counters,
+    k_scale, v_scale, new_k, new_v, rotary_cos, rotary_sin, partial_out, partial_stats, counters,
     stride_qb: gl.int64, stride_qs: gl.int64, stride_qh: gl.int64,
     stride_kb: gl.int64, stride_ks: gl.int64, stride_kh: gl.int64,
     stride_vb: gl.int64, stride_vs: gl.int64, stride_vh: gl.int64, stride_table: gl.int64,
     num_sequences, seqlen_q, seqlen_k, tokens_q: gl.int64, num_heads, splits, left, right,
     scale: gl.float32, softcap: gl.float32, num_sms,
+    stride_new_kb, stride_new_kh, stride_new_vb, stride_new_vh,
     SPEC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: the heads of one group against a piece of a sequence."""
@@ -239,6 +273,8 @@ def attn_decode_direct(
     length = seqlen_k
     if seqused_k is not None:
         length = gl.load(seqused_k + batch)
+    if SPEC.appends:
+        length += 1
     first = 0
     if leftpad_k is not None:
         first = gl.load(leftpad_k + batch)
@@ -273,15 +309,32 @@ def attn_decode_direct(
     UNIT: gl.constexpr = SPEC.vector * width_of(SPEC) // SPEC.dim
     keys += (kv_head * stride_kh + row * stride_kb) * UNIT
     values += (kv_head * stride_vh + row * stride_vb) * UNIT
+    held = length - 1
+    if SPEC.appends:  # what is read as the first token of none is put right with the new one
+        held = gl.maximum(held - 1, 0)
     cache = Cache(table, keys, values, stride_kb, stride_ks, stride_vb, stride_vs, first,
-                   length - 1)  # fmt: skip
+                   length - 1, held)  # fmt: skip
     v_factor = 1.0
     if k_scale is not None:
         scale = scale * gl.load(k_scale + kv_head)
     if v_scale is not None:
         v_factor = gl.load(v_scale + kv_head)
-    x = load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC, MMA)
-    acc, top, total = _walk(start, stop, step, cache, x, scale, SPEC, MMA, STAGES)
+    new, is_last, x = 0, 0, 0
+    if SPEC.appends:
+        wide, last_tile = batch.to(gl.int64), first_tile + tiles - 1
+        place = (wide * stride_qb + kv_head * SPEC.group * stride_qh) * SPEC.vector
+        place_k = (wide * stride_new_kb + kv_head.to(gl.int64) * stride_new_kh) * SPEC.vector
+        place_v = (wide * stride_new_vb + kv_head.to(gl.int64) * stride_new_vh) * SPEC.vector
+        cos, sin = rotary_cos, rotary_sin
+        if SPEC.rotary_pairs > 0:
+            cos += cache.last.to(gl.int64) * SPEC.rotary_pairs
+            sin += cache.last.to(gl.int64) * SPEC.rotary_pairs
+        new = New(q + place, stride_qh * SPEC.vector, new_k + place_k, new_v + place_v, cos, sin,
+                  row, seqlen_k)  # fmt: skip
+        is_last = (last_tile < stop) & ((last_tile - start) % step == 0)
+    if SPEC.rotary_pairs == 0:
+        x = load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC, MMA)
+    acc, top, total = _walk(start, stop, step, cache, x, scale, new, is_last, SPEC, MMA, STAGES)
     acc, top, total = meet(acc, top, total, SPEC)
     if count == 1:
         finish(acc, top, total, out, lse, sinks, batch, kv_head, num_heads, v_factor, SPEC)

@@ -27,10 +27,11 @@ class Cache(NamedTuple):
     stride_vs: object
     first: object  # first token that is seen
     last: object  # last one; -1 where there is none
+    held: object  # last one that is read from memory: where the call appends, the one before
 
 
 @constexpr_function
-def _copied(spec, warps):
+def copied(spec, warps):
     """Layout of a tile (W, 16, D) on its way to shared memory, 16 bytes a thread."""
     vector = 4 if spec.is_float8 else 8  # float8 as words of four
     lanes = width_of(spec) // vector
@@ -120,7 +121,7 @@ def _held(spec, warps):
 @gluon.jit
 def _tokens(tile, SPEC: gl.constexpr):
     """A tile's tokens (W, 16) as they are copied."""
-    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    EACH: gl.constexpr = gl.SliceLayout(2, copied(SPEC, gl.num_warps()))
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
     lane = gl.arange(0, 16, gl.SliceLayout(0, EACH))
     return tile * SPEC.block_n + warp[:, None] * 16 + lane[None, :]
@@ -128,16 +129,16 @@ def _tokens(tile, SPEC: gl.constexpr):
 
 @gluon.jit
 def _within(token, cache: Cache, SPEC: gl.constexpr):
-    """The token, or the nearest one that is seen: what is hidden is never read."""
+    """The token, or the nearest one that is seen and held: what is hidden is never read."""
     if has_edge(SPEC):
         token = gl.maximum(token, cache.first)
-    return gl.minimum(token, cache.last)
+    return gl.minimum(token, cache.held)
 
 
 @gluon.jit
 def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
     """The pages of a tile's tokens, one a warp (W,) or one each (W, 16)."""
-    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    EACH: gl.constexpr = gl.SliceLayout(2, copied(SPEC, gl.num_warps()))
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
     if SPEC.page_size == 0:
         return warp * 0
@@ -146,11 +147,11 @@ def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
             token = _within(_tokens(tile, SPEC), cache, SPEC)
         else:
             # Sixteen tokens of which any is seen lie in the page of that one.
-            token = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last)
+            token = gl.minimum(tile * SPEC.block_n + warp * 16, cache.held)
             if has_edge(SPEC):
-                token = gl.maximum(token, gl.minimum(cache.first, cache.last) // 16 * 16)
+                token = gl.maximum(token, gl.minimum(cache.first, cache.held) // 16 * 16)
         # The table of a sequence without tokens may have no entries.
-        any_seen = token * 0 <= cache.last
+        any_seen = token * 0 <= cache.held
         return gl.load(cache.table + token // SPEC.page_size, mask=any_seen, other=0)
 
 
@@ -160,15 +161,17 @@ def _rows(ids, tile, stride_page, stride_row, cache: Cache, SPEC: gl.constexpr):
 
     Another row stands for what is not seen, and weighs nothing.
     """
-    EACH: gl.constexpr = gl.SliceLayout(2, _copied(SPEC, gl.num_warps()))
+    EACH: gl.constexpr = gl.SliceLayout(2, copied(SPEC, gl.num_warps()))
     UNIT: gl.constexpr = SPEC.vector * width_of(SPEC) // SPEC.dim
+    if SPEC.appends:  # a sequence without tokens may have a page of -1, which stores nothing
+        ids = gl.maximum(ids, 0)
     if _by_token(SPEC):
         row = _within(_tokens(tile, SPEC), cache, SPEC) % SPEC.page_size
     else:
         warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, EACH))
         lane = gl.arange(0, 16, gl.SliceLayout(0, EACH))
-        start = gl.minimum(tile * SPEC.block_n + warp * 16, cache.last // 16 * 16)
-        row = gl.minimum(lane[None, :], (cache.last - start)[:, None])
+        start = gl.minimum(tile * SPEC.block_n + warp * 16, cache.held // 16 * 16)
+        row = gl.minimum(lane[None, :], (cache.held - start)[:, None])
         if SPEC.page_size > 0:
             start = start % SPEC.page_size
         row += start[:, None]
@@ -179,7 +182,7 @@ def _rows(ids, tile, stride_page, stride_row, cache: Cache, SPEC: gl.constexpr):
 @gluon.jit
 def fetch(keys, values, ids, tile, cache: Cache, SPEC: gl.constexpr):
     """Starts to copy a tile of K and one of V."""
-    LAYOUT: gl.constexpr = _copied(SPEC, gl.num_warps())
+    LAYOUT: gl.constexpr = copied(SPEC, gl.num_warps())
     column = gl.arange(0, width_of(SPEC), gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     column = column[None, None, :]
     rows = _rows(ids, tile, cache.stride_kb, cache.stride_ks, cache, SPEC)
@@ -187,7 +190,7 @@ def fetch(keys, values, ids, tile, cache: Cache, SPEC: gl.constexpr):
     rows = _rows(ids, tile, cache.stride_vb, cache.stride_vs, cache, SPEC)
     # V of what is not seen becomes 0: 0 times a number that is not finite is not 0.
     token = _tokens(tile, SPEC)[:, :, None]
-    seen = token <= cache.last
+    seen = token <= cache.held
     if has_edge(SPEC):
         seen = seen & (token >= cache.first)
     _copy(values, cache.v + (rows + column), seen)

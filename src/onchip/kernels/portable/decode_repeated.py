@@ -109,7 +109,8 @@ class Repeated:
         merge = None
         if plan.merge is not None:
             merge = (*plan.merge.on(stream), (*partials[:2], *plan.merge_numbers))
-        place = _Place(*plan.run.on(stream), (*partials, *plan.numbers), merge, spare, room)
+        tail = (*plan.absent, *partials, *plan.numbers)
+        place = _Place(*plan.run.on(stream), tail, merge, spare, room)
         if not torch._C._cuda_isCurrentStreamCapturing():
             self._places[stream] = place
         return place

@@ -19,8 +19,8 @@ from onchip.kernels.portable.arguments import (
     strides_of,
 )
 from onchip.kernels.portable.config import padded
-from onchip.kernels.portable.decode_config import DecodeConfig
-from onchip.problem import Layout, Problem, Tensors
+from onchip.kernels.portable.decode_config import DecodeConfig, suits_direct
+from onchip.problem import Layout, NewTokens, Problem, Tensors, needs_copy
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class DecodeSpec:
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
+        appends: whether each sequence's last token is not in the cache yet but given apart.
+        rotary_pairs: pairs of features that turn by that token's position, 0 for none.
+        interleaved: whether pairs are (0, 1), (2, 3), ... and not halves.
     """
 
     rows: int
@@ -86,6 +89,9 @@ class DecodeSpec:
     merges: bool
     merged_rows: int
     by_word: bool
+    appends: bool = False
+    rotary_pairs: int = 0
+    interleaved: bool = False
 
 
 #: Entries of a piece's output that the last program merges at once; more take a launch.
@@ -107,7 +113,10 @@ def _merged_rows(config: DecodeConfig, kept: int, problem: Problem) -> int:
     return max(1, min(kept, _MERGED_APART // width_v))
 
 
-def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> DecodeSpec:
+def decode_spec(
+    config: DecodeConfig, problem: Problem, tensors: Tensors, new: NewTokens | None = None
+) -> DecodeSpec:
+    """The spec of a call, which appends where `new` is given: see `appends_itself`."""
     assert problem.seqused_k or not config.balanced, "lengths that are all alike need no balance"
     several = problem.seqlen_q > 1
     cut = config.splits > 1 or config.balanced
@@ -143,6 +152,9 @@ def decode_spec(config: DecodeConfig, problem: Problem, tensors: Tensors) -> Dec
         merges=cut,
         merged_rows=_merged_rows(config, kept, problem) if cut else 0,
         by_word=problem.arch.startswith("sm_"),
+        appends=new is not None,
+        rotary_pairs=0 if new is None or new.rotary_cos is None else new.rotary_cos.shape[1],
+        interleaved=new is not None and new.rotary_cos is not None and new.interleaved,
     )
 
 
@@ -158,11 +170,51 @@ def vector_of(tensors: Tensors) -> int:
     return unit
 
 
+def appends_itself(problem: Problem, tensors: Tensors, new: NewTokens) -> bool:
+    """Whether `decode_direct`, where it walks, can append too: one 16-bit token a sequence.
+
+    All else takes the append's own launch, which gives the same bits.
+
+    Args:
+        problem: the attention's.
+        tensors: its tensors, q and lengths as they are before the append.
+        new: what is appended.
+    """
+    k, v = new.k, new.v
+    unit = 16 // k.element_size()
+    given = (new.cache_seqlens, new.rotary_cos, new.rotary_sin, tensors.leftpad_k, tensors.sinks)
+    return (
+        suits_direct(problem)
+        and k.shape[1] == 1
+        and problem.seqlen_k > 0
+        and problem.kv_dtype == problem.dtype == k.dtype == v.dtype
+        and not problem.kv_scales
+        and new.slot_mapping is None
+        and not any(needs_copy(x) for x in (new.q, k, v, new.block_table))
+        and all(step % unit == 0 for x in (k, v) for step in strides_of(x, False))
+        and (k.data_ptr() | v.data_ptr()) % 16 == 0
+        and all(x is None or x.is_contiguous() for x in given)
+        # Keys and values in the same place would be read as what was written last.
+        and new.k_cache.data_ptr() != new.v_cache.data_ptr()
+        and vector_of(tensors) > 1
+    )
+
+
 #: The kernels' run-time numbers, of which Triton makes no variants.
 NUMBERS = (
     "stride_qb stride_qs stride_qh stride_kb stride_ks stride_kh stride_vb stride_vs stride_vh "
     "stride_table num_sequences seqlen_q seqlen_k tokens_q num_heads splits left right num_sms"
 ).split()
+#: Those of appended tokens, behind num_sms.
+NEW_NUMBERS = "stride_new_kb stride_new_kh stride_new_vb stride_new_vh".split()
+
+
+def new_numbers(spec: DecodeSpec, new: NewTokens | None) -> tuple[int | None, ...]:
+    """`NEW_NUMBERS` of a call."""
+    if new is None:
+        return (None,) * len(NEW_NUMBERS)
+    strides = (strides_of(x, False) for x in (new.k, new.v))
+    return tuple(step // spec.vector for batch, _, head in strides for step in (batch, head))
 
 
 def decode_numbers(spec: DecodeSpec, config: DecodeConfig, problem: Problem, tensors: Tensors):
