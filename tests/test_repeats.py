@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,30 @@ def test_an_append_wants_places_that_stand():
     assert not repeats._may_append(call.again)
     assert repeats._may_append(((6, 5),)) and repeats._may_append(())
     assert not repeats._may_append(((5, 0),)) and not repeats._may_append(((9, 3),))
+
+
+def test_an_append_in_the_attentions_launch_is_kept_with_its_tensors(monkeypatch):
+    """Its lengths are the caller's: no launch before it makes new ones."""
+    names = ("k", "v", "slot_mapping", "rotary_cos", "rotary_sin")
+    shapes = ((2, 1, 2, 8), (2, 1, 2, 8), None, (9, 4), (9, 4))
+    more = {n: None if s is None else torch.zeros(s) for n, s in zip(names, shapes, strict=True)}
+    tensors = given(**more)
+    q, k_cache, v_cache, lengths, table, k, v, _, cos, sin, *_ = tensors
+    launch = Launched()
+    plan = SimpleNamespace(problem=None, append=(None, lambda *a: launch))
+    monkeypatch.setattr(repeats.ops, "plan", lambda *a: plan)
+    own = Tensors(q, k_cache, v_cache, block_table=table, seqused_k=lengths)
+    new = NewTokens(q, k, v, k_cache, v_cache, lengths, table, None, cos, sin)
+    call = SimpleNamespace(tensors=own, params=None)
+    repeats._kept.clear()
+    repeats._keep_at_once(repeats.asked(tensors, NUMBERS), tensors, call, new, False)
+    found, places = repeats.lookup(tensors, NUMBERS)[0]
+    assert found.appends and found(q, places)[1] == tuple(
+        None if x is None else x.data_ptr()
+        for x in (q, k_cache, v_cache, table, None, lengths, *[None] * 5, k, v, cos, sin)
+    )
+    repeats._kept.clear()
+    repeats._recent = ()
 
 
 @pytest.mark.parametrize("way", ["by key", "recent"])

@@ -223,7 +223,8 @@ def attention_with_kvcache(
         cache_seqlens: (B,) int32, valid tokens of each sequence before this call.
         block_table: (B, max_pages) int32, page ids; entries past a sequence's last page are
             never read.
-        k: (B, S_new, H_kv, D), appended after cache_seqlens tokens and attended too.
+        k: (B, S_new, H_kv, D), appended after cache_seqlens tokens and attended too. Their
+            places must not be among other sequences' cache_seqlens tokens.
         v: (B, S_new, H_kv, D_v), given with k.
         slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, -1 not
             stored) instead of where block_table and cache_seqlens say.

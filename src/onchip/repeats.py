@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import repeat as endlessly
 from operator import is_, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -114,7 +113,8 @@ class _Recent(NamedTuple):
     Args:
         repeat: its launches.
         present: picks the tensors that are there from those given, each once.
-        absent: picks those that are not, all None.
+        absent: picks those that are not.
+        nothing: what it picks then: as many None.
         again: see `Asked`.
         numbers: equal, of equal types.
         types: of the numbers and of what the last of them holds.
@@ -124,6 +124,7 @@ class _Recent(NamedTuple):
     repeat: Repeat
     present: itemgetter
     absent: itemgetter
+    nothing: tuple[None, ...]
     again: tuple[tuple[int, int], ...]
     numbers: tuple
     types: list
@@ -147,7 +148,7 @@ def recent(given: Sequence[Tensor | None], numbers: tuple) -> tuple[Repeat, list
         for call in _recent:
             if call.modes != modes or not _are_alike(call, numbers):
                 continue
-            if not all(map(is_, call.absent(given), endlessly(None))):
+            if call.absent(given) != call.nothing:
                 continue
             if call.again and not all(given[i] is given[j] for i, j in call.again):
                 continue
@@ -158,8 +159,8 @@ def recent(given: Sequence[Tensor | None], numbers: tuple) -> tuple[Repeat, list
             if reduce(or_, places) & 15 or not call.repeat.is_ready:
                 return None
             return call.repeat, places
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks will say it
-        pass
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        pass  # the checks will say it
     return None
 
 
@@ -181,7 +182,7 @@ def _remember(call: Asked, repeat: Repeat) -> None:
     there = [i for i, x in enumerate(call.given) if x is not None and i not in second]
     absent = [i for i, x in enumerate(call.given) if x is None]
     types = [*map(type, call.numbers), *map(type, call.numbers[-1])]
-    picks = (_picks(there), _picks(absent), call.again)
+    picks = (_picks(there), _picks(absent), (None,) * len(absent), call.again)
     new = _Recent(repeat, *picks, call.numbers, types, _modes())
     _recent = (new, *[x for x in _recent if x.repeat is not repeat][: _MOST_RECENT - 1])
 

@@ -1,4 +1,4 @@
-"""How the decodes in Gluon cut keys into pieces; `located` as `decode._shares` and `_locate` do.
+"""How the decodes in Gluon cut keys into pieces; `located` as `decode_walk` does for all others.
 
 Legend: B sequences, padded to a power of two.
 """
