@@ -170,6 +170,31 @@ def _start(k_ring, v_ring, start, stop, step, cache: Cache, SPEC: gl.constexpr,
 
 
 @gluon.jit
+def _attend(keys, values, tile, cache: Cache, queries, scale, acc, maximum, denominator,
+            SPEC: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Statistics of each warp with a tile more."""
+    W: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = SPEC.rows
+    F8: gl.constexpr = SPEC.is_float8
+    key = keys.load(gl.DotOperandLayout(0, MMA, 4 if F8 else 2))
+    if F8:
+        key = key.to(gl.float16)
+    scores = mma_v2(key, queries, gl.zeros([W, 16, ROWS], gl.float32, MMA))
+    scores = scores * gl.expand_dims(scale, 1)
+    scores = gl.where(hidden(tile, cache, SPEC, MMA), float("-inf"), scores)
+    now = gl.maximum(maximum, gl.max(scores, 1))
+    rescale = gl.exp2(maximum - now)
+    p = gl.exp2(scores - gl.expand_dims(now, 1))
+    denominator = denominator * rescale + gl.sum(p, 1)
+    acc = acc * gl.expand_dims(rescale, 1)
+    if F8:
+        value = paired(values, SPEC, MMA)
+    else:
+        value = values.permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2))
+    return mma_v2(value, turned(p.to(value.dtype), ROWS, MMA), acc), now, denominator
+
+
+@gluon.jit
 def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: gl.constexpr,
           MMA: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Statistics of each warp over every `step`th tile of [start, stop), for the queries x.
@@ -186,7 +211,6 @@ def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: g
     W: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = SPEC.rows
     DIM: gl.constexpr = SPEC.dim
-    F8: gl.constexpr = SPEC.is_float8
     k_ring, v_ring, keys = rings(cache, SPEC, STAGES)
     ids = _start(k_ring, v_ring, start, stop, step, cache, SPEC, STAGES)
     if SPEC.appends:  # while the first tiles are on their way
@@ -202,38 +226,33 @@ def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: g
     denominator = gl.zeros([W, ROWS], gl.float32, gl.SliceLayout(1, MMA))
     slot = 0
     ahead = STAGES - 1
-    for tile in range(start, stop, step):
+    before = stop
+    if SPEC.appends:
+        before = gl.where(is_last, cache.last // SPEC.block_n, stop)
+    for tile in range(start, before, step):
         async_copy.wait_group(STAGES - 2)
         wait_for_all()  # all copies are there, and all warps are done with the tile before
-        if SPEC.appends:  # noqa: SIM102 (one is decided by the compiler, one at run time)
-            if tile == cache.last // SPEC.block_n:
-                put_in(k_ring.index(slot), v_ring.index(slot), rows, cache, SPEC)
         later = tile + (STAGES - 1) * step
         if later < stop:
             fetch(k_ring.index(ahead), v_ring.index(ahead), ids, later, cache, SPEC)
             ids = page_ids(cache, later + step, SPEC)
         async_copy.commit_group()
-        key = keys.index(slot).load(gl.DotOperandLayout(0, MMA, 4 if F8 else 2))
-        if F8:
-            key = key.to(gl.float16)
-        scores = mma_v2(key, queries, gl.zeros([W, 16, ROWS], gl.float32, MMA))
-        scores = scores * gl.expand_dims(scale, 1)
-        scores = gl.where(hidden(tile, cache, SPEC, MMA), float("-inf"), scores)
-        now = gl.maximum(maximum, gl.max(scores, 1))
-        rescale = gl.exp2(maximum - now)
-        p = gl.exp2(scores - gl.expand_dims(now, 1))
-        denominator = denominator * rescale + gl.sum(p, 1)
-        acc = acc * gl.expand_dims(rescale, 1)
-        if F8:
-            value = paired(v_ring.index(slot), SPEC, MMA)
-        else:
-            value = v_ring.index(slot).permute([0, 2, 1]).load(gl.DotOperandLayout(0, MMA, 2))
-        acc = mma_v2(value, turned(p.to(value.dtype), ROWS, MMA), acc)
-        maximum = now
+        acc, maximum, denominator = _attend(
+            keys.index(slot), v_ring.index(slot), tile, cache, queries, scale, acc, maximum,
+            denominator, SPEC, MMA
+        )  # fmt: skip
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         ahead = gl.where(ahead == STAGES - 1, 0, ahead + 1)
     async_copy.wait_group(0)
     wait_for_all()
+    if SPEC.appends:  # noqa: SIM102 (one is decided by the compiler, one at run time)
+        # Apart from the loop, whose copies begin later where it holds this too.
+        if is_last & (start < stop):
+            put_in(k_ring.index(slot), v_ring.index(slot), rows, cache, SPEC)
+            acc, maximum, denominator = _attend(
+                keys.index(slot), v_ring.index(slot), before, cache, queries, scale, acc, maximum,
+                denominator, SPEC, MMA
+            )  # fmt: skip
     return acc, maximum, denominator
 
 

@@ -152,6 +152,8 @@ def page_ids(cache: Cache, tile, SPEC: gl.constexpr):
                 token = gl.maximum(token, gl.minimum(cache.first, cache.held) // 16 * 16)
         # The table of a sequence without tokens may have no entries.
         any_seen = token * 0 <= cache.held
+        if SPEC.appends:
+            any_seen = token * 0 < cache.last
         return gl.load(cache.table + token // SPEC.page_size, mask=any_seen, other=0)
 
 
@@ -163,8 +165,6 @@ def _rows(ids, tile, stride_page, stride_row, cache: Cache, SPEC: gl.constexpr):
     """
     EACH: gl.constexpr = gl.SliceLayout(2, copied(SPEC, gl.num_warps()))
     UNIT: gl.constexpr = SPEC.vector * width_of(SPEC) // SPEC.dim
-    if SPEC.appends:  # a sequence without tokens may have a page of -1, which stores nothing
-        ids = gl.maximum(ids, 0)
     if _by_token(SPEC):
         row = _within(_tokens(tile, SPEC), cache, SPEC) % SPEC.page_size
     else:
