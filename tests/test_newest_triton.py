@@ -62,7 +62,7 @@ def test_float8():
 
 
 def test_the_decode():
-    features = ("page_16", "page_1", "window", "float8_many", "dense_cache")
+    features = ("page_16", "page_1", "window", "float8_many", "dense_cache", "append_turned")
     cases = [{"arch": "sm_90", "dim": 128, "features": name} for name in features]
     for used in _compiled("portable_decode_compiles.py", cases):
         assert used["kernel"] == "attn_decode_direct" and used["mma"] > 0, used
