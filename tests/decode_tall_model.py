@@ -15,7 +15,7 @@ import types
 from dataclasses import replace
 
 from tests import hopper_forward_model as model
-from tests.gluon_model import Deadlock, Pointer, _role, set_program
+from tests.gluon_model import Deadlock, Memory, Pointer, _role, set_program
 
 gl = model.gl
 
@@ -31,6 +31,40 @@ class Address(Pointer):
 
     def __add__(self, other):
         return Address(self.x, self.offset + other)
+
+
+class Halves:
+    """A descriptor of (P, N / 8, H_kv * 2, 8, 64): boxes of rows of one head."""
+
+    def __init__(self, x: torch.Tensor, rows: int):
+        self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
+
+    def read(self, place):
+        page, group, half, row, column = (int(p) for p in place)
+        assert group >= 0 and half % 2 == row == column == 0
+        if not 0 <= page < len(self.x):
+            return torch.zeros(self.rows // 8, 2, 8, 64, dtype=self.dtype)
+        found = self.x[page, group * 8 : group * 8 + self.rows, half // 2]
+        return _in_halves(found)
+
+
+def _in_halves(rows):
+    """Rows of 128 columns as they lie in shared memory: 8 of 64 columns, their other columns."""
+    return rows.view(-1, 8, 2, 64).transpose(1, 2)
+
+
+class Boxes:
+    """A ring of tiles as boxes of a descriptor."""
+
+    def __init__(self, tiles, descriptor, shape):
+        self.data, self.shape = tiles.data, tuple(shape)
+
+    def index(self, i):
+        if len(self.shape) == 5:
+            return Memory(self.data[int(i)])
+        slot, page = divmod(int(i), self.shape[0] // len(self.data))
+        rows = self.shape[2] * 8
+        return Memory(_in_halves(self.data[slot, page * rows : (page + 1) * rows]))
 
 
 def _cast(x, dtype):
@@ -68,6 +102,7 @@ from tests.portable_cases import Case, build  # noqa: E402
 
 # The model's roles are threads of one program; nobody else writes meanwhile.
 gluon_pieces.wait_for_all = lambda: None
+decode_tall.as_tiles = Boxes
 decode_tall.in_pieces = lambda tiles, descriptor, number, rows: model.Pieces(tiles, rows)
 # Words are assembly; here P stays what they hold.
 decode_tall_tiles.packed = lambda weights, dtype, spec: weights.to(dtype)
@@ -81,8 +116,8 @@ def run(problem, tensors, changes: dict, num_sms=4):
     assert config.tall
     # No launch merges here, however many pieces there are.
     spec = replace(decode_spec(config, problem, tensors), merged_rows=0)
-    spec = decode_tall.Tall(spec, 2)
     q, k, v = tensors.q, tensors.k, tensors.v
+    spec = replace(decode_tall.tall_of(spec, 1, num_sms, (k, v)), waits=2)
     out = torch.full((*q.shape[:-1], 128), torch.nan, dtype=q.dtype)
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
@@ -94,6 +129,8 @@ def run(problem, tensors, changes: dict, num_sms=4):
     height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]
     described = [model.Tiles(x, height, width) for x in (k, v)]
+    if spec.is_joined:
+        described = [Halves(x, height) for x in (k, v)]
     t = tensors
     optional = (t.block_table, t.cu_seqlens_q, t.seqused_k, None, None, t.sinks, None, None)
     pointers = [None if x is None else Address(x) for x in optional]
@@ -127,6 +164,10 @@ def main(cases_file: str, out_file: str) -> None:
         poison(call, entry.get("poison"))
         if entry.get("outweighs"):
             outweigh(call)
+        if entry.get("heads_first"):
+            for name in "kv":  # (P, H_kv, N, D) in memory
+                x = getattr(call.tensors, name).transpose(1, 2).contiguous().transpose(1, 2)
+                setattr(call.tensors, name, x)
         try:
             found.append(run(problem, call.tensors, entry["config"]))
         except (AssertionError, Deadlock) as error:

@@ -368,6 +368,7 @@ def _new_language() -> types.ModuleType:
         "cast": lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x,
         "constexpr": lambda x: x,
         "NVMMASharedLayout": _layout,
+        "SharedLinearLayout": _layout,
         "NVMMADistributedLayout": _layout,
         "DistributedLinearLayout": _layout,
         "DotOperandLayout": _layout,

@@ -126,12 +126,12 @@ class Pieces:
         self.data, self.rows = tiles.data, rows
 
     def index(self, i):
-        _, _, _, height, width = self.data.shape
+        height, width = self.data.shape[-2:]
         pages, panels = height // self.rows, width // 64
         slot, rest = divmod(int(i), panels * pages)
         panel, page = divmod(rest, pages)
         rows = slice(page * self.rows, (page + 1) * self.rows)
-        return Memory(self.data[slot, :, :, rows, panel * 64 : (panel + 1) * 64])
+        return Memory(self.data[slot][..., rows, panel * 64 : (panel + 1) * 64])
 
 
 _cta = SimpleNamespace(barriers=NamedBarriers(), programs=1)

@@ -32,6 +32,7 @@ CASES = {
     "pages_of_32": Case((40, 40), (350, 37), page=32, causal=True, **GQA),
     "pages_of_64": Case((20, 20), (550, 10), page=64, **GQA),
     "pages_of_256": Case((20, 20), (550, 10), page=256, causal=True, **GQA),
+    "more_than_32_pages": Case((5, 5), (1230, 530), page=16, causal=True, **GQA),
     "sees_later_keys": Case((20, 20), (550, 10), page=64, window=(-1, 3), **GQA),
     "sinks": Case((20,) * 3, (350, 0, 64), page=16, causal=True, sinks=True, **GQA),
     "dense": Case((20, 20), (350, 150), used=True, causal=True, **GQA),
@@ -65,6 +66,9 @@ def _entries() -> dict[str, dict]:
         found[f"pieces-{splits}"] = {"case": case, "config": config}
     for poison in (math.nan, math.inf, -math.inf):
         found[f"{poison}"] = {"case": SPOILT, "config": CUTS[1], "poison": poison}
+    for name in ("pages_of_16", "pages_of_64"):
+        entry = {"case": CASES[name], "config": CUTS[1], "heads_first": True}
+        found[f"heads_first-{name}"] = entry
     found["outweighed"] = {"case": OUTWEIGHED, "config": CUTS[1], "outweighs": True}
     return found
 
@@ -136,8 +140,23 @@ def test_programs_wait_for_others_only_where_all_run_at_once(seqlen_q, programs,
     problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
     config = replace(choose_decode(problem, 132), splits=2)
     spec = decode_spec(config, problem, call.tensors)
-    assert bool(decode_tall.tall_of(spec, programs, 132).waits) == waits
-    assert not decode_tall.tall_of(replace(spec, merges=False), programs, 132).waits
+    keys = (call.tensors.k, call.tensors.v)
+    assert bool(decode_tall.tall_of(spec, programs, 132, keys).waits) == waits
+    assert not decode_tall.tall_of(replace(spec, merges=False), programs, 132, keys).waits
+
+
+@pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "one_page", "dense"])
+def test_rows_are_copied_whole_where_their_halves_lie_side_by_side(name):
+    from onchip.kernels.portable import decode_tall
+    from onchip.kernels.portable.decode_spec import decode_spec
+
+    call = build(CASES[name])
+    k = call.tensors.k
+    apart = k.transpose(1, 2).contiguous().transpose(1, 2)  # head after head
+    problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
+    spec = decode_spec(choose_decode(problem, 132), problem, call.tensors)
+    joined = [decode_tall.tall_of(spec, 1, 132, keys).is_joined for keys in ((k, k), (k, apart))]
+    assert joined == [name.startswith("pages"), False]
 
 
 def test_calls_of_more_rows_than_a_tile_go_to_the_forward():

@@ -184,6 +184,16 @@ def test_tall_walk(decode, name):
             check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
+@pytest.mark.parametrize("name", ["pages_of_16", "pages_of_64", "pages_of_256", "two_blocks"])
+def test_tall_walk_of_pages_that_hold_head_after_head(decode, name):
+    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+    for x in "kv":
+        heads_first = getattr(call.tensors, x).transpose(1, 2).contiguous().transpose(1, 2)
+        setattr(call.tensors, x, heads_first)
+    for config in cut_configs(decode, call):
+        check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
 WHOLE = ("pages_of_16", "pages_of_256", "two_blocks", "dense_whole", "packed")
 
 

@@ -40,6 +40,7 @@ from triton.experimental import gluon
 
 from onchip.kernels.gluon_names import (
     TensorDescriptor,
+    as_tiles,
     gl,
     in_pieces,
     mbarrier,
@@ -58,6 +59,7 @@ from onchip.kernels.portable.decode_tall_tiles import (
     Ring,
     Source,
     consumer,
+    tile_layout,
 )
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -70,10 +72,13 @@ class Tall:
     Args:
         spec: see there.
         waits: how often a program looks for its sequence's others, see `gluon_pieces`.
+        is_joined: whether one instruction copies all 128 columns of a page's or tile's rows: in
+            shared memory 8 rows of 64 columns lie together, then the same rows' other columns.
     """
 
     spec: DecodeSpec
     waits: int = 0
+    is_joined: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "spec"), name)
@@ -98,14 +103,24 @@ class Tall:
         return True
 
     def described(self, x: Tensor) -> TensorDescriptor:
-        """K or V as (B or P, H_kv, S_k or N, D), in the boxes that one instruction copies."""
-        x = x.transpose(1, 2)
+        """K or V in the boxes that one instruction copies.
+
+        (P, N / 8, H_kv * 2, 8, D / 2) where `is_joined`, else (B or P, H_kv, S_k or N, D).
+        """
+        if self.is_joined:
+            num_pages, rows, heads, _ = x.shape
+            page, row, _, _ = x.stride()
+            shape, strides = [num_pages, rows // 8, heads * 2, 8, 64], [page, row * 8, 64, row, 1]
+            block = [1, min(self.page_size, self.block_n) // 8, 2, 8, 64]
+        else:
+            x = x.transpose(1, 2)
+            shape, strides = list(x.shape), [*x.stride()[:3], 1]
+            small = self.pages_in_tile > 1
+            block = [1, 1, self.page_size, 64] if small else [1, 1, self.block_n, 128]
         # A dimension of size 1 may have any stride, which TMA would refuse.
-        strides = [x.shape[-1] if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-        small = self.pages_in_tile > 1
-        block = [1, 1, self.page_size, 64] if small else [1, 1, self.block_n, 128]
+        strides = [128 if n == 1 else s for n, s in zip(shape, strides, strict=True)]
         layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-        return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)
+        return TensorDescriptor(x, shape, strides, block, layout)
 
 
 @gluon.jit
@@ -161,13 +176,14 @@ def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    LAYOUT: gl.constexpr = tile_layout(BN, 16, SPEC.is_joined)
     # Barriers that nobody uses must not begin: Triton (3.6) gives their memory to scratch.
     k_empty = new_barriers(STAGES, W)
     v_empty = k_empty if SPEC.is_joint else new_barriers(STAGES, W)
     return Ring(
         gl.allocate_shared_memory(k.dtype, [W, 64, 128], FLAT),
-        gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], k.layout),
-        gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, 128], v.layout),
+        gl.allocate_shared_memory(k.dtype, [STAGES, BN, 128], LAYOUT),
+        gl.allocate_shared_memory(k.dtype, [STAGES, BN, 128], LAYOUT),
         new_barriers(STAGES, 1), new_barriers(STAGES, 1),
         k_empty, v_empty,
     )  # fmt: skip
@@ -177,14 +193,23 @@ def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
 def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Starts to copy BN rows of K or V to a slot, from row `row` of a page or sequence on.
 
-    Of pages that hold less than a tile each is copied by instructions of its own, 64 columns
-    each: in shared memory 64 columns of a tile lie together, row after row.
+    Of pages that hold less than a tile each is copied by instructions of its own. Where halves of
+    64 columns do not come together each has its own: in shared memory they lie apart then, row
+    after row.
     """
     mbarrier.expect(barrier, SPEC.block_n * 256)
-    if SPEC.pages_in_tile == 1:
-        tma_load(desc, [ids[0], kv_head, row, 0], barrier, tiles.index(slot))
+    PAGES: gl.constexpr = SPEC.pages_in_tile
+    if SPEC.is_joined:
+        SHAPE: gl.constexpr = [STAGES * PAGES, 1, SPEC.block_n // PAGES // 8, 2, 8, 64]
+        parts = as_tiles(tiles, desc, SHAPE)
+        for i in gl.static_range(PAGES):
+            place = [ids[i], row // 8, kv_head * 2, 0, 0]
+            tma_load(desc, place, barrier, parts.index(slot * PAGES + i))
+    elif PAGES == 1:
+        WHOLE: gl.constexpr = [STAGES, 1, 1, SPEC.block_n, 128]
+        whole = as_tiles(tiles, desc, WHOLE)
+        tma_load(desc, [ids[0], kv_head, row, 0], barrier, whole.index(slot))
     else:
-        PAGES: gl.constexpr = SPEC.pages_in_tile
         NUMBER: gl.constexpr = STAGES * PAGES * 2
         parts = in_pieces(tiles, desc, NUMBER, SPEC.page_size)
         for i in gl.static_range(PAGES):
@@ -194,23 +219,29 @@ def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STA
 
 
 @gluon.jit
-def _page_id(table, key, length, SPEC: gl.constexpr):
-    """The page of a key; past the sequence's end one that does not exist, which reads as 0."""
-    return gl.load(table + key // SPEC.page_size, mask=key < length, other=1 << 30)
+def _pages(table, block, length, SPEC: gl.constexpr):
+    """Ids of 32 pages, one in each lane; past the sequence's end pages that read as 0."""
+    page = block * 32 + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    inside = (page >= 0) & (page * SPEC.page_size < length)
+    return gl.load(table + page, mask=inside, other=1 << 30)
 
 
 @gluon.jit
-def _ids(table, tile, piece: Piece, SPEC: gl.constexpr):
-    """Pages of a tile of keys, or the sequence's place where its keys lie in one piece."""
-    if SPEC.page_size == 0:
-        return (table,)
-    else:
-        PAGES: gl.constexpr = SPEC.pages_in_tile
-        key = tile * SPEC.block_n
-        ids = (_page_id(table, key, piece.length, SPEC),)
-        for i in gl.static_range(1, PAGES):
-            ids = ids + (_page_id(table, key + i * SPEC.page_size, piece.length, SPEC),)
-        return ids
+def _id(pages, lane):
+    """One of `_pages`, by one instruction."""
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lanes == lane, pages, 0), 0)
+
+
+@gluon.jit
+def _ids(pages, key, SPEC: gl.constexpr):
+    """Pages of the tile whose first key is `key`, of the 32 that it is among."""
+    PAGES: gl.constexpr = SPEC.pages_in_tile
+    lane = key // SPEC.page_size % 32
+    ids = (_id(pages, lane),)
+    for i in gl.static_range(1, PAGES):
+        ids = ids + (_id(pages, lane + i),)
+    return ids
 
 
 @gluon.jit
@@ -238,14 +269,30 @@ def _load_piece(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: g
                 STAGES: gl.constexpr):  # fmt: skip
     """Loads the piece's tiles, the last one first, as slots become free.
 
-    Pages are looked up a tile ahead, so that a slot never waits for the table.
+    Pages are looked up 32 at a time and ahead of their tiles: with a load for each id the assembler
+    waits for the next tile's ids before it asks for this tile's keys.
     """
-    ids = _ids(table, piece.stop - 1, piece, SPEC)
-    for count in range(piece.stop - piece.start):
-        tile = piece.stop - 1 - count
-        following = _ids(table, gl.maximum(tile - 1, piece.start), piece, SPEC)
-        _load_tile(k, v, at, tile, count, ids, piece.kv_head, WHAT, SPEC, STAGES)
-        ids = following
+    if SPEC.page_size == 0:
+        for count in range(piece.stop - piece.start):
+            _load_tile(k, v, at, piece.stop - 1 - count, count, (table,), piece.kv_head, WHAT, SPEC,
+                       STAGES)  # fmt: skip
+    else:
+        IN_BLOCK: gl.constexpr = 32 * SPEC.page_size // SPEC.block_n
+        count = 0
+        end = piece.stop
+        block = (end - 1) // IN_BLOCK
+        following = _pages(table, block, piece.length, SPEC)
+        while end > piece.start:
+            pages = following
+            following = _pages(table, block - 1, piece.length, SPEC)
+            start = gl.maximum(block * IN_BLOCK, piece.start)
+            for i in range(end - start):
+                tile = end - 1 - i
+                ids = _ids(pages, tile * SPEC.block_n, SPEC)
+                _load_tile(k, v, at, tile, count + i, ids, piece.kv_head, WHAT, SPEC, STAGES)
+            count += end - start
+            end = start
+            block -= 1
 
 
 @gluon.jit
@@ -316,10 +363,12 @@ def attn_decode_tall(
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
-def tall_of(spec: DecodeSpec, num_programs: int, num_sms: int) -> Tall:
+def tall_of(spec: DecodeSpec, num_programs: int, num_sms: int, keys: tuple[Tensor, ...]) -> Tall:
     """Programs wait for others only where all run at once: of 64 rows two on an SM."""
     at_once = num_sms * (2 if spec.rows == 64 else 1)
-    return Tall(spec, POLLS if spec.merges and num_programs <= at_once else 0)
+    is_joined = spec.page_size > 0 and spec.page_size % 8 == 0
+    is_joined = is_joined and all(x.shape[2] == 1 or x.stride(2) == 128 for x in keys)
+    return Tall(spec, POLLS if spec.merges and num_programs <= at_once else 0, is_joined)
 
 
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:

@@ -100,7 +100,7 @@ class Ring(NamedTuple):
     """Shared memory."""
 
     q: object  # (W, 64, D)
-    k: object  # (stages, 1, 1, BN, D)
+    k: object  # (stages, BN, D)
     v: object
     k_full: object
     v_full: object
@@ -136,9 +136,20 @@ def _meet(SPEC: gl.constexpr):
                                   dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
-@gluon.jit
-def _plane(tiles, slot, SPEC: gl.constexpr):
-    return tiles.index(slot).reshape([SPEC.block_n, 128])
+@gluon.constexpr_function
+def tile_layout(rows, bits, is_joined):
+    """How (rows, 128 columns of 16 bits) lie in shared memory, in elements of 16 or 32 bits.
+
+    16 bytes of a row are moved by the row's number, as TMA and wgmma do. Rows of 64 columns lie
+    one after the other, or where `is_joined` 8 of them and then the same rows' other columns.
+    """
+    if not is_joined:
+        return gl.NVMMASharedLayout(128, bits, 2)
+    chunk = 128 // bits
+    bases = [[0, 1 << i] for i in range(chunk.bit_length() - 1)]
+    bases += [[0, chunk << i] for i in range(3)] + [[1 << i, chunk << i] for i in range(3)]
+    bases += [[0, chunk * 8]] + [[8 << i, 0] for i in range(rows.bit_length() - 4)]
+    return gl.SharedLinearLayout(bases, [], 1024)
 
 
 @gluon.jit
@@ -200,7 +211,7 @@ def _scores(queries, count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Issues S = Q K^T of tile number `count`."""
     BN: gl.constexpr = SPEC.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    k = _plane(at.k, count % STAGES, SPEC).permute((1, 0))
+    k = at.k.index(count % STAGES).permute((1, 0))
     s = gl.zeros([64, BN], gl.float32, S_LAYOUT)
     return warpgroup_mma(queries, k, s, use_acc=False, is_async=True)
 
@@ -208,7 +219,7 @@ def _scores(queries, count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def _product(walk: Walk, count, at: Ring, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Issues O += P V of tile number `count`."""
-    v = _plane(at.v, count % STAGES, SPEC)
+    v = at.v.index(count % STAGES)
     return warpgroup_mma(operand(walk.p, at.q.dtype, SPEC), v, walk.acc, is_async=True)
 
 
@@ -246,8 +257,8 @@ def _clean(count, key, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.co
         Whether a value was not finite.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     BN: gl.constexpr = SPEC.block_n
+    WORDS: gl.constexpr = tile_layout(BN, 32, SPEC.is_joined)
     SHAPE: gl.constexpr = [STAGES, BN, 64]
     _wait_for(at.v_full, count, STAGES)
     tile = as_tile(at.v, gl.int32, SHAPE, WORDS).index(count % STAGES)
