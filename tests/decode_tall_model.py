@@ -104,6 +104,10 @@ from tests.portable_cases import Case, build  # noqa: E402
 gluon_pieces.wait_for_all = lambda: None
 decode_tall.as_tiles = Boxes
 decode_tall.in_pieces = lambda tiles, descriptor, number, rows: model.Pieces(tiles, rows)
+decode_tall_tiles.claim = lambda branch, start, span, to, w, warpgroups: gl.atomic_add(
+    gluon_pieces._match(branch, start, span, to, w, warpgroups), 1
+)
+decode_tall_tiles.is_second = lambda claimed: int(torch.as_tensor(claimed).sum()) > 0
 # Words are assembly; here P stays what they hold.
 decode_tall_tiles.packed = lambda weights, dtype, spec: weights.to(dtype)
 decode_tall_tiles.operand = lambda p, dtype, spec: p
@@ -117,7 +121,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     # No launch merges here, however many pieces there are.
     spec = replace(decode_spec(config, problem, tensors), merged_rows=0)
     q, k, v = tensors.q, tensors.k, tensors.v
-    spec = replace(decode_tall.tall_of(spec, 1, num_sms, (k, v)), waits=2)
+    spec = decode_tall.tall_of(spec, (k, v))
     out = torch.full((*q.shape[:-1], 128), torch.nan, dtype=q.dtype)
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)

@@ -37,6 +37,9 @@ CASES = {
     "sinks": Case((20,) * 3, (350, 0, 64), page=16, causal=True, sinks=True, **GQA),
     "dense": Case((20, 20), (350, 150), used=True, causal=True, **GQA),
     "dense_whole": Case((20, 20), (350, 350), causal=True, **GQA),
+    "unequal": Case((5,) * 5, (900, 10, 350, 0, 70), page=16, causal=True, **GQA),
+    "unequal_rows": Case((20,) * 4, (30, 900, 10, 10), page=16, causal=True, **GQA),
+    "unequal_blocks": Case((64, 64, 64), (10, 800, 10), page=16, causal=True, **GQA),
     "packed": Case((20, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **GQA),
     "two_blocks": Case((64, 64), (350, 20), page=16, causal=True, **GQA),
     "one_page": Case((20, 20), (77, 90), page=90, causal=True, **GQA),
@@ -50,8 +53,9 @@ CUTS = (
     {"splits": 3, "balanced": False, "min_tiles": 1},
     {"splits": 2, "balanced": True, "min_tiles": 1},
 )
-# More pieces than are merged at once.
-MANY_PIECES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
+# More pieces than two.
+MANY_PIECES = {5: Case((5,), (350,), page=16, causal=True, **GQA),
+               6: Case((5,), (350,), page=16, causal=True, **GQA),
                17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
 
 
@@ -128,23 +132,6 @@ def test_what_it_takes():
     assert choose_decode(replace(problem, num_splits=1), 132).tall
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "programs", "waits"),
-    [(16, 264, True), (16, 265, False), (32, 132, True), (32, 133, False)],
-)
-def test_programs_wait_for_others_only_where_all_run_at_once(seqlen_q, programs, waits):
-    from onchip.kernels.portable import decode_tall
-    from onchip.kernels.portable.decode_spec import decode_spec
-
-    call = build(replace(CASES["pages_of_16"], lengths_q=(seqlen_q,) * 4))
-    problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
-    config = replace(choose_decode(problem, 132), splits=2)
-    spec = decode_spec(config, problem, call.tensors)
-    keys = (call.tensors.k, call.tensors.v)
-    assert bool(decode_tall.tall_of(spec, programs, 132, keys).waits) == waits
-    assert not decode_tall.tall_of(replace(spec, merges=False), programs, 132, keys).waits
-
-
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "one_page", "dense"])
 def test_rows_are_copied_whole_where_their_halves_lie_side_by_side(name):
     from onchip.kernels.portable import decode_tall
@@ -155,7 +142,7 @@ def test_rows_are_copied_whole_where_their_halves_lie_side_by_side(name):
     apart = k.transpose(1, 2).contiguous().transpose(1, 2)  # head after head
     problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
     spec = decode_spec(choose_decode(problem, 132), problem, call.tensors)
-    joined = [decode_tall.tall_of(spec, 1, 132, keys).is_joined for keys in ((k, k), (k, apart))]
+    joined = [decode_tall.tall_of(spec, keys).is_joined for keys in ((k, k), (k, apart))]
     assert joined == [name.startswith("pages"), False]
 
 
@@ -191,6 +178,7 @@ COMPILED = [
     {"arch": "sm_90", "dim": 128, "features": name}
     for name in (
         "tall_64", "tall_128", "tall_pages_of_256", "tall_float16", "tall_balanced", "tall_blocks",
+        "tall_two_pieces", "tall_four_pieces",
     )
 ]  # fmt: skip
 

@@ -93,15 +93,12 @@ def come(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr
 
 
 @gluon.jit
-def with_other(
-    acc, top, total, branch: Branch, num_rows, to: Partials, W: gl.constexpr,
-    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
-):  # fmt: skip
-    """The last comer's piece with the other one of two, both `in_whole_powers`."""
+def with_piece(acc, top, total, other, num_rows, to: Partials, W: gl.constexpr,
+               KEPT: gl.constexpr):  # fmt: skip
+    """What a program has and what lies aside as piece number `other`, both `in_whole_powers`."""
     LAYOUT: gl.constexpr = acc.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     WIDTH: gl.constexpr = acc.shape[1]
-    other = branch.first + 1 - branch.index
     row = W * 64 + gl.arange(0, 64, top.type.layout)
     at = gl.cast(other, gl.int64) * KEPT + row
     other_top = _from_l2(to.stats + at * 2, row < num_rows, LOWEST)
@@ -110,7 +107,6 @@ def with_other(
     place = (gl.cast(other, gl.int64) * KEPT + out_row) * WIDTH
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     out = _from_l2(to.out + place[:, None] + column[None, :], (out_row < num_rows)[:, None], 0.0)
-    gl.store(_counter(branch, to, W, WARPGROUPS), 0)
     both = gl.maximum(top, other_top)
     weight = gl.exp2(top - both)
     other_weight = gl.exp2(other_top - both)
@@ -120,6 +116,68 @@ def with_other(
     acc = acc * gl.convert_layout(weight, ROWS)[:, None]
     acc += out * gl.convert_layout(other_weight, ROWS)[:, None]
     return acc, both, own + others
+
+
+@gluon.jit
+def with_other(
+    acc, top, total, branch: Branch, num_rows, to: Partials, W: gl.constexpr,
+    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    """The last comer's piece with the other one of two, both `in_whole_powers`."""
+    gl.store(_counter(branch, to, W, WARPGROUPS), 0)
+    return with_piece(acc, top, total, branch.first + 1 - branch.index, num_rows, to, W, KEPT)
+
+
+@gluon.jit
+def _match(branch: Branch, start, span, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Two counters of the node of `span` pieces from `start` on and its neighbour."""
+    return to.counters + (branch.first + (start | span)) * (2 * WARPGROUPS) + 2 * W
+
+
+@gluon.jit
+def has_neighbour(branch: Branch, start, span):
+    return (start ^ span) < branch.count
+
+
+@gluon.jit
+def claim(branch: Branch, start, span, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Asks which of two neighbours is done first; `is_second` waits for the answer."""
+    x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    place = _match(branch, start, span, to, W, WARPGROUPS) + x * 0
+    found = gl.atomic_add(place, x * 0 + 1, mask=x == 0, sem="relaxed")
+    return gl.where(x == 0, found, 0)
+
+
+@gluon.jit
+def is_second(claimed):
+    """Whether the neighbour puts itself aside, so that this one need not."""
+    return gl.sum(claimed, 0) > 0
+
+
+@gluon.jit
+def hand_over(
+    acc, top, total, branch: Branch, start, span, num_rows, to: Partials, W: gl.constexpr,
+    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    """Puts a node aside, for the neighbour that is done later."""
+    put_aside(acc, top, total, branch.first + start, num_rows, to, W, KEPT)
+    wait_for_all()  # all threads' stores come before the one thread's count
+    gl.atomic_add(_match(branch, start, span, to, W, WARPGROUPS) + 1, 1, sem="acq_rel")
+
+
+@gluon.jit
+def with_neighbour(
+    acc, top, total, branch: Branch, start, span, num_rows, to: Partials, W: gl.constexpr,
+    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    """A node and its neighbour, whose program runs and hands over without waiting for anyone."""
+    counters = _match(branch, start, span, to, W, WARPGROUPS)
+    while gl.atomic_add(counters + 1, 0, sem="acquire") == 0:
+        pass
+    gl.store(counters, 0)
+    gl.store(counters + 1, 0)
+    other = branch.first + (start ^ span)
+    return with_piece(acc, top, total, other, num_rows, to, W, KEPT)
 
 
 @gluon.jit

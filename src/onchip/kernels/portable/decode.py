@@ -202,7 +202,7 @@ class Plan:
         elif config.tall:
             from onchip.kernels.portable import decode_tall
 
-            self.tall = decode_tall.tall_of(spec, units * programs, num_sms, (tensors.k, tensors.v))
+            self.tall = decode_tall.tall_of(spec, (tensors.k, tensors.v))
             found = (self.tall.described(x) for x in (tensors.k, tensors.v))
             self.like = tuple(Described(Address(0), x.shape, x.strides) for x in found)
             self.numbers = (*self.numbers[:-1], self.tall, stages)

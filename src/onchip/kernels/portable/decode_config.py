@@ -110,7 +110,8 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         balanced, min_tiles = False, 1
     else:
         # With less work than that, balancing costs more at the start than it gains.
-        balanced = problem.seqused_k and problem.batch > 1 and units >= 2 * num_sms
+        balanced = problem.seqused_k and problem.batch > 1
+        balanced = balanced and (is_tall or units >= 2 * num_sms)
         # So many sequences that a grid would not hold their pieces too stay whole.
         balanced = balanced and problem.batch + _SM_PIECES * num_sms <= MAX_PIECES
         if walks_direct:
@@ -129,9 +130,12 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         # H200, 2026-11-30, 64 sequences of 8k, us: 247.5, 253.4 and 302 with 2, 3 and 4 stages;
         # with 3 and fewer four programs run on an SM.
         stages = 2
+    sm_pieces = _SM_PIECES if walks_direct else 3
+    if is_tall:  # as many as run at a time
+        sm_pieces = 2 if tile.rows == 64 else 1
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles, walks_direct, is_tall, _SM_PIECES if walks_direct else 3,
+        splits, balanced, min_tiles, walks_direct, is_tall, sm_pieces,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `decode` cuts them and merged as `gluon_pieces` says.
+Pieces are cut as `_cut` and `decode_cuts` say and merged as `gluon_pieces` says, by neighbours.
 
 It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
 that neither divide a tile nor are a multiple of it.
@@ -48,9 +48,9 @@ from onchip.kernels.gluon_names import (
     new_barriers,
     tma_load,
 )
-from onchip.kernels.gluon_pieces import POLLS, Partials
+from onchip.kernels.gluon_pieces import Partials
 from onchip.kernels.launcher import Launch
-from onchip.kernels.portable.decode_cuts import located, pieces
+from onchip.kernels.portable.decode_cuts import dealt, pieces
 from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
 from onchip.kernels.portable.decode_tall_tiles import (
     Numbers,
@@ -71,13 +71,11 @@ class Tall:
 
     Args:
         spec: see there.
-        waits: how often a program looks for its sequence's others, see `gluon_pieces`.
         is_joined: whether one instruction copies all 128 columns of a page's or tile's rows: in
             shared memory 8 rows of 64 columns lie together, then the same rows' other columns.
     """
 
     spec: DecodeSpec
-    waits: int = 0
     is_joined: bool = False
 
     def __getattr__(self, name: str):
@@ -124,13 +122,34 @@ class Tall:
 
 
 @gluon.jit
+def _uniform(x):
+    """A number that all lanes have alike; of what shuffles gave the assembler does not know it."""
+    return gl.inline_asm_elementwise("redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x],
+                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def _cut(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces and first program; unequal lengths get `sm_pieces` an SM, about."""
+    """Sequence, piece, pieces of that sequence, program of the first, tiles of a piece.
+
+    Unequal lengths are cut so that each program that runs at a time gets one whole piece, or rests.
+    """
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     every = gl.arange(0, SPEC.batch_padded, FLAT)
     lengths = gl.load(seqused_k + every, mask=every < num_sequences, other=0)
     tiles = gl.cdiv(lengths, SPEC.block_n)
-    return located(every, tiles, num_sequences, splits, SPEC.sm_pieces * num_sms, SPEC)
+    batch = gl.program_id(1) // splits
+    index = gl.program_id(1) % splits
+    first_program = batch * splits
+    own = gl.sum(gl.where(every == batch, tiles, 0), 0)
+    count = pieces(own, splits, SPEC)
+    size = gl.cdiv(own, count)
+    if _uniform(gl.max(tiles, 0)) * num_sequences * 4 > _uniform(gl.sum(tiles, 0)) * 5:
+        batch, index, count, first_program, size = dealt(
+            every, tiles, num_sequences, splits, SPEC.sm_pieces * num_sms, SPEC
+        )
+    return (_uniform(batch), _uniform(index), _uniform(count), _uniform(first_program),
+            _uniform(size))  # fmt: skip
 
 
 @gluon.jit
@@ -139,6 +158,7 @@ def _piece(
     SPEC: gl.constexpr,
 ):  # fmt: skip
     """What this CTA walks."""
+    size = 0
     if SPEC.batch_padded == 1:
         batch = gl.program_id(1) // splits
         index = gl.program_id(1) % splits
@@ -146,8 +166,10 @@ def _piece(
         count = splits
         exists = batch >= 0
     else:
-        batch, index, count, first_program = _cut(seqused_k, num_sequences, splits, num_sms, SPEC)
-        exists = batch < num_sequences
+        batch, index, count, first_program, size = _cut(
+            seqused_k, num_sequences, splits, num_sms, SPEC
+        )
+        exists = (batch < num_sequences) & (index < count)
         batch = gl.minimum(batch, num_sequences - 1)
     length = seqlen_k
     if seqused_k is not None:
@@ -161,10 +183,10 @@ def _piece(
     if SPEC.batch_padded == 1:
         count = pieces(tiles, splits, SPEC)
         exists = index < count
+        size = gl.cdiv(tiles, count)
     unit = gl.program_id(0)
     row_start = (unit % SPEC.row_blocks) * SPEC.rows
     exists = exists & (row_start < num_queries * SPEC.group)
-    size = gl.cdiv(tiles, gl.maximum(count, 1))
     start = index * size
     stop = gl.maximum(gl.minimum(start + size, tiles), start + 1)
     return Piece(batch, unit // SPEC.row_blocks, row_start, q_start, num_queries, length, start,
@@ -363,12 +385,11 @@ def attn_decode_tall(
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
-def tall_of(spec: DecodeSpec, num_programs: int, num_sms: int, keys: tuple[Tensor, ...]) -> Tall:
-    """Programs wait for others only where all run at once: of 64 rows two on an SM."""
-    at_once = num_sms * (2 if spec.rows == 64 else 1)
+def tall_of(spec: DecodeSpec, keys: tuple[Tensor, Tensor]) -> Tall:
+    """What a call's spec, K and V compile to."""
     is_joined = spec.page_size > 0 and spec.page_size % 8 == 0
     is_joined = is_joined and all(x.shape[2] == 1 or x.stride(2) == 128 for x in keys)
-    return Tall(spec, POLLS if spec.merges and num_programs <= at_once else 0, is_joined)
+    return Tall(spec, is_joined)
 
 
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:

@@ -20,16 +20,14 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma_wait,
 )
 from onchip.kernels.gluon_pieces import (
-    SLABS,
     Branch,
-    all_came,
-    come,
+    claim,
+    hand_over,
+    has_neighbour,
     in_whole_powers,
-    leave,
-    merged,
-    next_slab,
+    is_second,
     put_aside,
-    with_other,
+    with_neighbour,
 )
 from onchip.kernels.gluon_rows import (
     base_of,
@@ -368,6 +366,7 @@ def _attend(
         walk = _step(queries, walk, count, rows, piece, at, n, True, SPEC, STAGES)
     for count in range(gl.maximum(cut - 1, 0), tiles - 1):
         walk = _step(queries, walk, count, rows, piece, at, n, False, SPEC, STAGES)
+    claimed = _claimed(piece, to, W, SPEC)
     _wait_for(at.v_full, tiles - 1, STAGES)
     acc = warpgroup_mma_wait(0, deps=[_product(walk, tiles - 1, at, SPEC, STAGES)])
     if walk.odd > 0:
@@ -378,41 +377,58 @@ def _attend(
         if piece.count == 1:
             _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
         else:
-            _put_together(acc, top, l, rows, to, piece, n, W, HAS_SINKS, SPEC)
+            _put_together(acc, top, l, claimed, rows, to, piece, n, W, HAS_SINKS, SPEC)
     else:
         _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
 
 
 @gluon.jit
+def _branch(piece: Piece):
+    first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
+    return Branch(first, piece.index, piece.count)
+
+
+@gluon.jit
+def _claimed(piece: Piece, to: Results, W: gl.constexpr, SPEC: gl.constexpr):
+    """The first `gluon_pieces.claim` of several pieces, a tile before its answer is needed."""
+    claimed = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    if SPEC.merges and SPEC.merged_rows == 0:
+        branch = _branch(piece)
+        if has_neighbour(branch, piece.index, 1):
+            claimed = claim(branch, piece.index, 1, to.partials, W, SPEC.rows // 64)
+    return claimed
+
+
+@gluon.jit
 def _put_together(
-    acc, top, l, rows: Rows, to: Results, piece: Piece, n: Numbers, W: gl.constexpr,
+    acc, top, l, claimed, rows: Rows, to: Results, piece: Piece, n: Numbers, W: gl.constexpr,
     HAS_SINKS: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Joins a piece with its sequence's others, or leaves that to the launch that merges."""
     WARPGROUPS: gl.constexpr = SPEC.rows // 64
-    first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
-    branch = Branch(first, piece.index, piece.count)
+    branch = _branch(piece)
     acc, top, l = in_whole_powers(acc, top, l)
     # Where the sequence's rows end.
     end = gl.minimum(piece.num_queries * SPEC.group - piece.row_start, SPEC.kept)
-    put_aside(acc, top, l, first + piece.index, end, to.partials, W, SPEC.kept)
-    if SPEC.merged_rows == 0:
-        num_come = come(branch, to.partials, W, WARPGROUPS)
-        if piece.count == 2:
-            if num_come == 2:
-                acc, top, l = with_other(
-                    acc, top, l, branch, end, to.partials, W, WARPGROUPS, SPEC.kept
-                )
-                _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
-        else:
-            if all_came(num_come, branch, to.partials, W, WARPGROUPS, SPEC.waits):
-                slab = next_slab(branch, to.partials, W, WARPGROUPS)
-                while slab < SLABS:
-                    out, maxima, sums, row = merged(slab, branch, end, to.partials, W, SPEC.kept,
-                                                    128)  # fmt: skip
-                    _finish(out, maxima, sums, piece.row_start + row, to, piece, n, HAS_SINKS, SPEC)
-                    slab = next_slab(branch, to.partials, W, WARPGROUPS)
-            leave(branch, to.partials, W, WARPGROUPS)
+    if SPEC.merged_rows > 0:
+        put_aside(acc, top, l, branch.first + piece.index, end, to.partials, W, SPEC.kept)
+    else:
+        start, span, stop = piece.index, piece.index * 0 + 1, piece.count
+        while span < stop:
+            if has_neighbour(branch, start, span):
+                if span > 1:
+                    claimed = claim(branch, start, span, to.partials, W, WARPGROUPS)
+                if is_second(claimed):
+                    acc, top, l = with_neighbour(acc, top, l, branch, start, span, end, to.partials,
+                                                 W, WARPGROUPS, SPEC.kept)  # fmt: skip
+                else:
+                    hand_over(acc, top, l, branch, start, span, end, to.partials, W, WARPGROUPS,
+                              SPEC.kept)  # fmt: skip
+                    stop = 0
+            start = start & ~span
+            span *= 2
+        if stop > 0:
+            _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
 
 
 @gluon.jit
