@@ -134,11 +134,8 @@ def disassembly(binary) -> str:
     return _run_on(binary.asm["cubin"], ".cubin", [_tool("nvdisasm"), "-c"])
 
 
-def loop_spills(sass: str) -> int:
-    """Instructions that move spilled registers inside of loops that hold matrix products.
-
-    A value that waits in memory from the kernel's start to its end costs nothing there.
-    """
+def _loops(sass: str) -> tuple[list[str], list[range]]:
+    """Instructions, and where jumps back span some of them."""
     labels, instructions = {}, []
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -149,12 +146,33 @@ def loop_spills(sass: str) -> int:
     for end, text in enumerate(instructions):
         jump = re.search(r"\bBRA\b.*?`\((\.L\w+)\)", text)
         start = labels.get(jump[1], end) if jump else end
-        if start < end and any("MMA" in line for line in instructions[start:end]):
+        if start < end:
             spans.append(range(start, end + 1))
+    return instructions, spans
+
+
+def loop_spills(sass: str) -> int:
+    """Instructions that move spilled registers inside of loops that hold matrix products.
+
+    A value that waits in memory from the kernel's start to its end costs nothing there.
+    """
+    instructions, spans = _loops(sass)
+    spans = [s for s in spans if any("MMA" in instructions[i] for i in s)]
     # Waits that stand out of line jump back too, over everything between: not loops.
     inner = [s for s in spans if not any(t != s and t[0] in s and t[-1] in s for t in spans)]
     touched = {i for span in inner for i in span}
     return sum(bool(re.search(r"\b(STL|LDL)\b", instructions[i])) for i in touched)
+
+
+def loads_beside_tma(sass: str) -> int:
+    """Loads of global memory in the shortest loops around instructions that ask TMA for tiles."""
+    instructions, spans = _loops(sass)
+    loops = set()
+    for i, text in enumerate(instructions):
+        around = [span for span in spans if i in span]
+        if "UTMALDG" in text and around:
+            loops.add(min(around, key=len))
+    return sum(bool(re.search(r"\bLDG\b", instructions[i])) for loop in loops for i in loop)
 
 
 def resources(binary) -> dict:
@@ -174,6 +192,7 @@ def resources(binary) -> dict:
         "registers": int(registers[1]),
         "spill_bytes": int(registers[2]),
         "loop_spills": loop_spills(sass),
+        "loads_beside_tma": loads_beside_tma(sass),
         "wgmma": len(re.findall(r"\bHGMMA\b", sass)),
         "mma": len(re.findall(r"\b[HQI]MMA\b", sass)),
         "tma_loads": len(re.findall(r"\bUTMALDG\b", sass)),

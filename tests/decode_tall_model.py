@@ -95,7 +95,7 @@ sys.modules["triton.tools"] = types.ModuleType("triton.tools")
 sys.modules["triton.tools.tensor_descriptor"] = _tools
 
 from onchip.kernels import gluon_pieces  # noqa: E402
-from onchip.kernels.portable import decode_tall, decode_tall_tiles  # noqa: E402
+from onchip.kernels.portable import decode_tall, decode_tall_results, decode_tall_tiles  # noqa: E402
 from onchip.kernels.portable.decode_config import choose_decode  # noqa: E402
 from onchip.kernels.portable.decode_spec import decode_numbers, decode_spec  # noqa: E402
 from tests.portable_cases import Case, build  # noqa: E402
@@ -104,10 +104,10 @@ from tests.portable_cases import Case, build  # noqa: E402
 gluon_pieces.wait_for_all = lambda: None
 decode_tall.as_tiles = Boxes
 decode_tall.in_pieces = lambda tiles, descriptor, number, rows: model.Pieces(tiles, rows)
-decode_tall_tiles.claim = lambda branch, start, span, to, w, warpgroups: gl.atomic_add(
+decode_tall_results.claim = lambda branch, start, span, to, w, warpgroups: gl.atomic_add(
     gluon_pieces._match(branch, start, span, to, w, warpgroups), 1
 )
-decode_tall_tiles.is_second = lambda claimed: int(torch.as_tensor(claimed).sum()) > 0
+decode_tall_results.is_second = lambda claimed: int(torch.as_tensor(claimed).sum()) > 0
 # Words are assembly; here P stays what they hold.
 decode_tall_tiles.packed = lambda weights, dtype, spec: weights.to(dtype)
 decode_tall_tiles.operand = lambda p, dtype, spec: p
@@ -121,7 +121,6 @@ def run(problem, tensors, changes: dict, num_sms=4):
     # No launch merges here, however many pieces there are.
     spec = replace(decode_spec(config, problem, tensors), merged_rows=0)
     q, k, v = tensors.q, tensors.k, tensors.v
-    spec = decode_tall.tall_of(spec, (k, v))
     out = torch.full((*q.shape[:-1], 128), torch.nan, dtype=q.dtype)
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
@@ -129,6 +128,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     outs = torch.full((units * programs, spec.kept, 128), torch.nan)
     stats = torch.full((units * programs, spec.kept, 2), torch.nan)
     counters = torch.zeros(units * programs * (spec.rows // 32), dtype=torch.int32)
+    spec = decode_tall.tall_of(spec, (k, v))
     small = spec.pages_in_tile > 1
     height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]

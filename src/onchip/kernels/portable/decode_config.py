@@ -131,8 +131,11 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         # with 3 and fewer four programs run on an SM.
         stages = 2
     sm_pieces = _SM_PIECES if walks_direct else 3
-    if is_tall:  # as many as run at a time
-        sm_pieces = 2 if tile.rows == 64 else 1
+    if is_tall:
+        # As many as run at a time, or two. H200, 2026-11-30, us, 1, 2 and 3: 20 queries of 64
+        # sequences of up to 8k 302, 299, 317, of 8 of up to 16k 94, 105, 106; 16 queries (64 rows,
+        # of which two programs run on an SM) 262, 259, 264 and 86.5, 87.6, 94.
+        sm_pieces = 2 if tile.rows == 64 or units >= 2 * num_sms else 1
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
         splits, balanced, min_tiles, walks_direct, is_tall, sm_pieces,

@@ -5,8 +5,7 @@ the sequence x heads of the group; row r is query r // group and head r % group)
 warp load tiles of K and V by TMA into rings of slots, by page where keys are paged. One or two
 consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in registers, online
 softmax, O += P V with P in registers. S of a tile is issued together with P V of the one before.
-With two consumers and tiles of 64 keys one producer loads K and one V: with pages of 16 a single
-warp takes about as long to ask for a tile as the products take.
+With two consumers and tiles of 64 keys one producer loads K and one V.
 
 Who waits for whom (an arrow goes from a signal to its wait):
 
@@ -21,7 +20,7 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `_cut` and `decode_cuts` say and merged as `gluon_pieces` says, by neighbours.
+Pieces are cut as `decode_tall_cuts` says and joined by neighbours, as `gluon_pieces` says.
 
 It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
 that neither divide a tile nor are a multiple of it.
@@ -50,15 +49,18 @@ from onchip.kernels.gluon_names import (
 )
 from onchip.kernels.gluon_pieces import Partials
 from onchip.kernels.launcher import Launch
-from onchip.kernels.portable.decode_cuts import dealt, pieces
 from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
-from onchip.kernels.portable.decode_tall_tiles import (
-    Numbers,
+from onchip.kernels.portable.decode_tall_cuts import (
+    Lengths,
     Piece,
-    Results,
+    piece_of,
+)
+from onchip.kernels.portable.decode_tall_results import Numbers, Results
+from onchip.kernels.portable.decode_tall_tiles import (
     Ring,
     Source,
-    consumer,
+    attend,
+    place_of,
     tile_layout,
 )
 
@@ -119,78 +121,6 @@ class Tall:
         strides = [128 if n == 1 else s for n, s in zip(shape, strides, strict=True)]
         layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
         return TensorDescriptor(x, shape, strides, block, layout)
-
-
-@gluon.jit
-def _uniform(x):
-    """A number that all lanes have alike; of what shuffles gave the assembler does not know it."""
-    return gl.inline_asm_elementwise("redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x],
-                                     dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def _cut(seqused_k, num_sequences, splits, num_sms, SPEC: gl.constexpr):
-    """Sequence, piece, pieces of that sequence, program of the first, tiles of a piece.
-
-    Unequal lengths are cut so that each program that runs at a time gets one whole piece, or rests.
-    """
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    every = gl.arange(0, SPEC.batch_padded, FLAT)
-    lengths = gl.load(seqused_k + every, mask=every < num_sequences, other=0)
-    tiles = gl.cdiv(lengths, SPEC.block_n)
-    batch = gl.program_id(1) // splits
-    index = gl.program_id(1) % splits
-    first_program = batch * splits
-    own = gl.sum(gl.where(every == batch, tiles, 0), 0)
-    count = pieces(own, splits, SPEC)
-    size = gl.cdiv(own, count)
-    if _uniform(gl.max(tiles, 0)) * num_sequences * 4 > _uniform(gl.sum(tiles, 0)) * 5:
-        batch, index, count, first_program, size = dealt(
-            every, tiles, num_sequences, splits, SPEC.sm_pieces * num_sms, SPEC
-        )
-    return (_uniform(batch), _uniform(index), _uniform(count), _uniform(first_program),
-            _uniform(size))  # fmt: skip
-
-
-@gluon.jit
-def _piece(
-    cu_seqlens_q, seqused_k, num_sequences, seqlen_q, seqlen_k, splits, num_sms,
-    SPEC: gl.constexpr,
-):  # fmt: skip
-    """What this CTA walks."""
-    size = 0
-    if SPEC.batch_padded == 1:
-        batch = gl.program_id(1) // splits
-        index = gl.program_id(1) % splits
-        first_program = batch * splits
-        count = splits
-        exists = batch >= 0
-    else:
-        batch, index, count, first_program, size = _cut(
-            seqused_k, num_sequences, splits, num_sms, SPEC
-        )
-        exists = (batch < num_sequences) & (index < count)
-        batch = gl.minimum(batch, num_sequences - 1)
-    length = seqlen_k
-    if seqused_k is not None:
-        length = gl.load(seqused_k + batch)
-    q_start = 0
-    num_queries = seqlen_q
-    if SPEC.packed_q:
-        q_start = gl.load(cu_seqlens_q + batch)
-        num_queries = gl.load(cu_seqlens_q + batch + 1) - q_start
-    tiles = gl.cdiv(length, SPEC.block_n)
-    if SPEC.batch_padded == 1:
-        count = pieces(tiles, splits, SPEC)
-        exists = index < count
-        size = gl.cdiv(tiles, count)
-    unit = gl.program_id(0)
-    row_start = (unit % SPEC.row_blocks) * SPEC.rows
-    exists = exists & (row_start < num_queries * SPEC.group)
-    start = index * size
-    stop = gl.maximum(gl.minimum(start + size, tiles), start + 1)
-    return Piece(batch, unit // SPEC.row_blocks, row_start, q_start, num_queries, length, start,
-                 stop, count, index, first_program, exists)  # fmt: skip
 
 
 @gluon.jit
@@ -295,8 +225,8 @@ def _load_piece(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: g
     waits for the next tile's ids before it asks for this tile's keys.
     """
     if SPEC.page_size == 0:
-        for count in range(piece.stop - piece.start):
-            _load_tile(k, v, at, piece.stop - 1 - count, count, (table,), piece.kv_head, WHAT, SPEC,
+        for i in range(piece.stop - piece.start):
+            _load_tile(k, v, at, piece.stop - 1 - i, i, (table,), piece.kv_head, WHAT, SPEC,
                        STAGES)  # fmt: skip
     else:
         IN_BLOCK: gl.constexpr = 32 * SPEC.page_size // SPEC.block_n
@@ -318,22 +248,21 @@ def _load_piece(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: g
 
 
 @gluon.jit
-def producer(k, v, table, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: gl.constexpr,
+def producer(k, v, source: Source, piece: Piece, at: Ring, WHAT: gl.constexpr, SPEC: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """Loads what the consumers will read, if there is such a piece: "k", "v" or both ("kv")."""
     if piece.exists:
-        _load_piece(k, v, table, piece, at, WHAT, SPEC, STAGES)
+        _load_piece(k, v, place_of(source, piece.batch, SPEC), piece, at, WHAT, SPEC, STAGES)
 
 
 @gluon.jit
-def _place(block_table, stride_table, batch, SPEC: gl.constexpr):
-    """A sequence's row of the table or, where its keys lie in one piece, their index."""
-    if SPEC.page_size > 0:
-        return block_table + gl.cast(batch, gl.int64) * stride_table
-    elif block_table is not None:
-        return gl.load(block_table + gl.cast(batch, gl.int64) * stride_table)
-    else:
-        return batch
+def consumer(
+    W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
+    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the piece, if there is one."""
+    if piece.exists:
+        attend(W, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -349,9 +278,8 @@ def attn_decode_tall(
 ):  # fmt: skip
     """One CTA: up to 128 rows of one head of K against a piece of a sequence."""
     meet_other_launches(4)
-    piece = _piece(cu_seqlens_q, seqused_k, num_sequences, seqlen_q, seqlen_k, splits, num_sms,
-                   SPEC)  # fmt: skip
-    table = _place(block_table, stride_table, piece.batch, SPEC)
+    lengths = Lengths(cu_seqlens_q, seqused_k, num_sequences, seqlen_q, seqlen_k, splits, num_sms)
+    piece = piece_of(lengths, SPEC)
     n = Numbers(stride_qb, stride_qs, stride_qh, stride_vb, stride_vs, stride_vh, seqlen_q,
                 tokens_q, num_heads, right, scale)  # fmt: skip
     # What a call does not have is any pointer.
@@ -363,25 +291,25 @@ def attn_decode_tall(
         partial_stats = lse
         counters = lse
     to = Results(out, lse, sinks, Partials(partial_out, partial_stats, counters))
-    source = Source(q, values, table)
+    source = Source(q, values, block_table, stride_table)
     at = _ring(k, v, SPEC, STAGES)
     if SPEC.rows == 64:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, "kv", SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "kv", SPEC, STAGES)),
         ], [1], [24])  # fmt: skip
     elif SPEC.is_joint:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
             (consumer, (1, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, "kv", SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "kv", SPEC, STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
             (consumer, (1, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, "k", SPEC, STAGES)),
-            (producer, (k, v, table, piece, at, "v", SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "k", SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "v", SPEC, STAGES)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 

@@ -19,16 +19,7 @@ from onchip.kernels.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onchip.kernels.gluon_pieces import (
-    Branch,
-    claim,
-    hand_over,
-    has_neighbour,
-    in_whole_powers,
-    is_second,
-    put_aside,
-    with_neighbour,
-)
+from onchip.kernels.gluon_pieces import LOWEST
 from onchip.kernels.gluon_rows import (
     base_of,
     operand,
@@ -38,43 +29,14 @@ from onchip.kernels.gluon_rows import (
     row_sums,
     scaled_sums,
 )
-
-_LOWEST = gl.constexpr(-3.0e38)  # see `decode_tiles.LOWEST`
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LN2 = gl.constexpr(0.6931471805599453)
-
-
-class Piece(NamedTuple):
-    """What a CTA walks; a sequence without keys is one tile of which no row sees a key."""
-
-    batch: object
-    kv_head: object
-    row_start: object  # first row
-    q_start: object  # first query of the sequence in memory
-    num_queries: object
-    length: object  # keys of the sequence
-    start: object  # tiles
-    stop: object
-    count: object  # pieces of the sequence
-    index: object  # which of them this is
-    first_program: object  # program of the first of them
-    exists: object  # whether there is such a piece
-
-
-class Numbers(NamedTuple):
-    """Run-time numbers."""
-
-    stride_qb: object
-    stride_qs: object
-    stride_qh: object
-    stride_vb: object
-    stride_vs: object
-    stride_vh: object
-    seqlen_q: object
-    tokens_q: object
-    num_heads: object
-    right: object
-    scale: object  # times log2(e)
+from onchip.kernels.portable.decode_tall_cuts import Piece
+from onchip.kernels.portable.decode_tall_results import (
+    Numbers,
+    Results,
+    claimed_of,
+    finish,
+    put_together,
+)
 
 
 class Source(NamedTuple):
@@ -82,16 +44,19 @@ class Source(NamedTuple):
 
     q: object
     v: object
-    table: object  # the sequence's row of the table, or its place where keys lie in one piece
+    table: object  # None where a sequence's index is its place
+    stride_table: object
 
 
-class Results(NamedTuple):
-    """Where results go, and the sinks."""
-
-    out: object
-    lse: object
-    sinks: object
-    partials: object  # Partials
+@gluon.jit
+def place_of(source: Source, batch, SPEC: gl.constexpr):
+    """A sequence's row of the table or, where its keys lie in one piece, their index."""
+    if SPEC.page_size > 0:
+        return source.table + gl.cast(batch, gl.int64) * source.stride_table
+    elif source.table is not None:
+        return gl.load(source.table + gl.cast(batch, gl.int64) * source.stride_table)
+    else:
+        return batch
 
 
 class Ring(NamedTuple):
@@ -286,10 +251,11 @@ def _with_nonfinite(acc, cut, rows: Rows, piece: Piece, source: Source, n: Numbe
     column = gl.arange(0, 128, gl.SliceLayout(0, O_LAYOUT))
     head = source.v + piece.kv_head * (n.stride_vh * SPEC.vector)
     stop = gl.minimum(piece.length, piece.stop * SPEC.block_n)
+    table = place_of(source, piece.batch, SPEC)
     for key in range((piece.stop - cut) * SPEC.block_n, stop):
-        page, row = source.table, key
+        page, row = table, key
         if SPEC.page_size > 0:
-            page, row = gl.load(source.table + key // SPEC.page_size), key % SPEC.page_size
+            page, row = gl.load(table + key // SPEC.page_size), key % SPEC.page_size
         place = gl.cast(page, gl.int64) * n.stride_vb + gl.cast(row, gl.int64) * n.stride_vs
         value = gl.load(head + place * SPEC.vector + column).to(gl.float32)
         value = gl.where(gl.abs(value) < float("inf"), 0.0, value)
@@ -353,7 +319,7 @@ def _step(
 
 
 @gluon.jit
-def _attend(
+def attend(
     W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
     HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -366,107 +332,17 @@ def _attend(
         walk = _step(queries, walk, count, rows, piece, at, n, True, SPEC, STAGES)
     for count in range(gl.maximum(cut - 1, 0), tiles - 1):
         walk = _step(queries, walk, count, rows, piece, at, n, False, SPEC, STAGES)
-    claimed = _claimed(piece, to, W, SPEC)
+    claimed = claimed_of(piece, to, W, SPEC)
     _wait_for(at.v_full, tiles - 1, STAGES)
     acc = warpgroup_mma_wait(0, deps=[_product(walk, tiles - 1, at, SPEC, STAGES)])
     if walk.odd > 0:
         acc = _with_nonfinite(acc, cut, rows, piece, source, n, SPEC)
     l = gl.convert_layout(gl.sum(walk.l, 1), walk.m.type.layout, assert_trivial=True)
-    top = gl.where(l == 0.0, _LOWEST, walk.m * n.scale)
+    top = gl.where(l == 0.0, LOWEST, walk.m * n.scale)
     if SPEC.merges:
         if piece.count == 1:
-            _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
+            finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
         else:
-            _put_together(acc, top, l, claimed, rows, to, piece, n, W, HAS_SINKS, SPEC)
+            put_together(acc, top, l, claimed, rows.row, to, piece, n, W, HAS_SINKS, SPEC)
     else:
-        _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
-
-
-@gluon.jit
-def _branch(piece: Piece):
-    first = gl.program_id(0) * gl.num_programs(1) + piece.first_program
-    return Branch(first, piece.index, piece.count)
-
-
-@gluon.jit
-def _claimed(piece: Piece, to: Results, W: gl.constexpr, SPEC: gl.constexpr):
-    """The first `gluon_pieces.claim` of several pieces, a tile before its answer is needed."""
-    claimed = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    if SPEC.merges and SPEC.merged_rows == 0:
-        branch = _branch(piece)
-        if has_neighbour(branch, piece.index, 1):
-            claimed = claim(branch, piece.index, 1, to.partials, W, SPEC.rows // 64)
-    return claimed
-
-
-@gluon.jit
-def _put_together(
-    acc, top, l, claimed, rows: Rows, to: Results, piece: Piece, n: Numbers, W: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr,
-):  # fmt: skip
-    """Joins a piece with its sequence's others, or leaves that to the launch that merges."""
-    WARPGROUPS: gl.constexpr = SPEC.rows // 64
-    branch = _branch(piece)
-    acc, top, l = in_whole_powers(acc, top, l)
-    # Where the sequence's rows end.
-    end = gl.minimum(piece.num_queries * SPEC.group - piece.row_start, SPEC.kept)
-    if SPEC.merged_rows > 0:
-        put_aside(acc, top, l, branch.first + piece.index, end, to.partials, W, SPEC.kept)
-    else:
-        start, span, stop = piece.index, piece.index * 0 + 1, piece.count
-        while span < stop:
-            if has_neighbour(branch, start, span):
-                if span > 1:
-                    claimed = claim(branch, start, span, to.partials, W, WARPGROUPS)
-                if is_second(claimed):
-                    acc, top, l = with_neighbour(acc, top, l, branch, start, span, end, to.partials,
-                                                 W, WARPGROUPS, SPEC.kept)  # fmt: skip
-                else:
-                    hand_over(acc, top, l, branch, start, span, end, to.partials, W, WARPGROUPS,
-                              SPEC.kept)  # fmt: skip
-                    stop = 0
-            start = start & ~span
-            span *= 2
-        if stop > 0:
-            _finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
-
-
-@gluon.jit
-def consumer(
-    W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
-    HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """64 rows of the piece, if there is one."""
-    if piece.exists:
-        _attend(W, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)
-
-
-@gluon.jit
-def _finish(acc, top, l, row, to: Results, piece: Piece, n: Numbers, HAS_SINKS: gl.constexpr,
-            SPEC: gl.constexpr):  # fmt: skip
-    """Adds the sink, divides and writes; see `decode_results.finish`."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    head = piece.kv_head * SPEC.group + row % SPEC.group
-    inside = row < piece.num_queries * SPEC.group
-    factor = 1.0
-    if HAS_SINKS:
-        sink = gl.load(to.sinks + head, mask=inside, other=float("-inf")).to(gl.float32) * _LOG2E
-        both = gl.maximum(top, sink)
-        factor = gl.exp2(top - both)
-        l = l * factor + gl.exp2(sink - both)
-        top = both
-    inverse = gl.where(l == 0.0, 0.0, factor / l)
-    query = row // SPEC.group
-    token = (piece.q_start + query).to(gl.int64)
-    if SPEC.packed_q:
-        at = head * n.tokens_q + token
-    else:
-        at = (gl.cast(piece.batch * n.num_heads, gl.int64) + head) * n.seqlen_q + query
-        token += gl.cast(piece.batch, gl.int64) * n.seqlen_q
-    value = gl.where(l == 0.0, float("-inf"), (top + gl.log2(l)) * _LN2)
-    gl.store(to.lse + at, value, mask=inside)
-    result = (acc * gl.convert_layout(inverse, ROWS)[:, None]).to(to.out.dtype.element_ty)
-    place = gl.convert_layout((token * n.num_heads + head) * 128, ROWS)
-    column = gl.arange(0, 128, gl.SliceLayout(0, acc.type.layout))
-    seen = gl.convert_layout(inside, ROWS)
-    gl.store(to.out + place[:, None] + column[None, :], result, mask=seen[:, None])
+        finish(acc, top, l, rows.row, to, piece, n, HAS_SINKS, SPEC)
