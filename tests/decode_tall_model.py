@@ -133,7 +133,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]
     described = [model.Tiles(x, height, width) for x in (k, v)]
-    if spec.is_joined:
+    if spec.whole_rows:
         described = [Halves(x, height) for x in (k, v)]
     t = tensors
     optional = (t.block_table, t.cu_seqlens_q, t.seqused_k, None, None, t.sinks, None, None)

@@ -142,7 +142,7 @@ def test_rows_are_copied_whole_where_their_halves_lie_side_by_side(name):
     apart = k.transpose(1, 2).contiguous().transpose(1, 2)  # head after head
     problem = replace(call.problem, device="cuda", arch="sm_90", unaligned=())
     spec = decode_spec(choose_decode(problem, 132), problem, call.tensors)
-    joined = [decode_tall.tall_of(spec, keys).is_joined for keys in ((k, k), (k, apart))]
+    joined = [decode_tall.tall_of(spec, keys).whole_rows for keys in ((k, k), (k, apart))]
     assert joined == [name.startswith("pages"), False]
 
 

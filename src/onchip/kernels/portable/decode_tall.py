@@ -73,12 +73,12 @@ class Tall:
 
     Args:
         spec: see there.
-        is_joined: whether one instruction copies all 128 columns of a page's or tile's rows: in
+        whole_rows: whether one instruction copies all 128 columns of a page's or tile's rows: in
             shared memory 8 rows of 64 columns lie together, then the same rows' other columns.
     """
 
     spec: DecodeSpec
-    is_joined: bool = False
+    whole_rows: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "spec"), name)
@@ -105,9 +105,9 @@ class Tall:
     def described(self, x: Tensor) -> TensorDescriptor:
         """K or V in the boxes that one instruction copies.
 
-        (P, N / 8, H_kv * 2, 8, D / 2) where `is_joined`, else (B or P, H_kv, S_k or N, D).
+        (P, N / 8, H_kv * 2, 8, D / 2) where `whole_rows`, else (B or P, H_kv, S_k or N, D).
         """
-        if self.is_joined:
+        if self.whole_rows:
             num_pages, rows, heads, _ = x.shape
             page, row, _, _ = x.stride()
             shape, strides = [num_pages, rows // 8, heads * 2, 8, 64], [page, row * 8, 64, row, 1]
@@ -128,7 +128,7 @@ def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    LAYOUT: gl.constexpr = tile_layout(BN, 16, SPEC.is_joined)
+    LAYOUT: gl.constexpr = tile_layout(BN, 16, SPEC.whole_rows)
     # Barriers that nobody uses must not begin: Triton (3.6) gives their memory to scratch.
     k_empty = new_barriers(STAGES, W)
     v_empty = k_empty if SPEC.is_joint else new_barriers(STAGES, W)
@@ -151,7 +151,7 @@ def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STA
     """
     mbarrier.expect(barrier, SPEC.block_n * 256)
     PAGES: gl.constexpr = SPEC.pages_in_tile
-    if SPEC.is_joined:
+    if SPEC.whole_rows:
         SHAPE: gl.constexpr = [STAGES * PAGES, 1, SPEC.block_n // PAGES // 8, 2, 8, 64]
         parts = as_tiles(tiles, desc, SHAPE)
         for i in gl.static_range(PAGES):
@@ -315,9 +315,9 @@ def attn_decode_tall(
 
 def tall_of(spec: DecodeSpec, keys: tuple[Tensor, Tensor]) -> Tall:
     """What a call's spec, K and V compile to."""
-    is_joined = spec.page_size > 0 and spec.page_size % 8 == 0
-    is_joined = is_joined and all(x.shape[2] == 1 or x.stride(2) == 128 for x in keys)
-    return Tall(spec, is_joined)
+    whole_rows = spec.page_size > 0 and spec.page_size % 8 == 0
+    whole_rows = whole_rows and all(x.shape[2] == 1 or x.stride(2) == 128 for x in keys)
+    return Tall(spec, whole_rows)
 
 
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:

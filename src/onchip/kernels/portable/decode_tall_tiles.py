@@ -100,13 +100,13 @@ def _meet(SPEC: gl.constexpr):
 
 
 @gluon.constexpr_function
-def tile_layout(rows, bits, is_joined):
+def tile_layout(rows, bits, whole_rows):
     """How (rows, 128 columns of 16 bits) lie in shared memory, in elements of 16 or 32 bits.
 
     16 bytes of a row are moved by the row's number, as TMA and wgmma do. Rows of 64 columns lie
-    one after the other, or where `is_joined` 8 of them and then the same rows' other columns.
+    one after the other, or where `whole_rows` 8 of them and then the same rows' other columns.
     """
-    if not is_joined:
+    if not whole_rows:
         return gl.NVMMASharedLayout(128, bits, 2)
     chunk = 128 // bits
     bases = [[0, 1 << i] for i in range(chunk.bit_length() - 1)]
@@ -221,7 +221,7 @@ def _clean(count, key, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.co
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     BN: gl.constexpr = SPEC.block_n
-    WORDS: gl.constexpr = tile_layout(BN, 32, SPEC.is_joined)
+    WORDS: gl.constexpr = tile_layout(BN, 32, SPEC.whole_rows)
     SHAPE: gl.constexpr = [STAGES, BN, 64]
     _wait_for(at.v_full, count, STAGES)
     tile = as_tile(at.v, gl.int32, SHAPE, WORDS).index(count % STAGES)
