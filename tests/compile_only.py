@@ -165,13 +165,18 @@ def loop_spills(sass: str) -> int:
 
 
 def loads_beside_tma(sass: str) -> int:
-    """Loads of global memory in the shortest loops around instructions that ask TMA for tiles."""
+    """Loads of global memory in the shortest loops around instructions that ask TMA for tiles.
+
+    -1 where none stands in a loop: then nothing was looked at.
+    """
     instructions, spans = _loops(sass)
     loops = set()
     for i, text in enumerate(instructions):
         around = [span for span in spans if i in span]
         if "UTMALDG" in text and around:
             loops.add(min(around, key=len))
+    if not loops:
+        return -1
     return sum(bool(re.search(r"\bLDG\b", instructions[i])) for loop in loops for i in loop)
 
 

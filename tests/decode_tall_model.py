@@ -1,6 +1,7 @@
 """Script: runs the tall decode's roles in `gluon_model`; saves what they wrote.
 
-Programs run one after another, in an order of which no result may depend.
+Programs run one after another, in an order of which no result may depend. So a claim is answered
+at once, and nobody waits for a neighbour that has claimed and is not done: that is left to the GPU.
 
 Usage: decode_tall_model.py CASES.json OUT.pt
 """

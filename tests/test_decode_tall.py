@@ -183,6 +183,18 @@ COMPILED = [
 ]  # fmt: skip
 
 
+def test_loads_beside_tma_are_found():
+    sass = """
+.L_x_1:
+        /*0010*/ LDG.E R2, desc[UR4][R2.64] ;
+        /*0020*/ {} ;
+        /*0030*/ @P0 BRA `(.L_x_1) ;
+        /*0040*/ LDG.E R4, desc[UR4][R4.64] ;
+    """
+    assert compile_only.loads_beside_tma(sass.format("UTMALDG.5D [UR8], [UR4]")) == 1
+    assert compile_only.loads_beside_tma(sass.format("NOP")) == -1
+
+
 def test_it_compiles_and_no_products_wait_for_each_other():
     script = HERE / "portable_decode_compiles.py"
     found = compile_only.run_script(script, json.dumps(COMPILED))

@@ -380,6 +380,24 @@ def test_configs_are_chosen_by_head_dimension():
     assert not choose_backward(replace(long, seqlen_k=257)).fours
 
 
+def test_heads_begin_side_by_side_where_sums_are_ordered():
+    """What was measured stands in `Spec.abreast` and `Spec.passes_at_once`."""
+    found = {}
+    for dim in (64, 128):
+        for ordered in (False, True):
+            for right in (-1, 0):
+                problem = _problem(
+                    head_dim=dim, head_dim_v=dim, deterministic=ordered, mask=Mask(right=right)
+                )
+                spec = backward_arguments.spec_of(choose_backward(problem), problem, "keys")
+                found[dim, ordered, right] = (spec.abreast, spec.passes_at_once)
+    assert found == {
+        (64, False, -1): (0, False), (64, False, 0): (0, False), (64, True, -1): (1, False),
+        (64, True, 0): (3, False), (128, False, -1): (0, False), (128, False, 0): (0, False),
+        (128, True, -1): (1, True), (128, True, 0): (0, True),
+    }  # fmt: skip
+
+
 def test_lag_follows_the_call():
     """What was measured stands in `backward_config`."""
     alone = _problem(head_dim=128, head_dim_v=128, num_heads=4, num_kv_heads=4, seqlen_k=256)

@@ -169,6 +169,27 @@ def test_an_append_wants_places_that_stand():
     assert not repeats._may_append(((5, 0),)) and not repeats._may_append(((9, 3),))
 
 
+@pytest.mark.parametrize("way", ["by key", "recent"])
+def test_an_append_in_the_attentions_launch_wants_two_caches(way):
+    """K and V in one place, by two tensors, take two launches: values are what was written last."""
+    repeats._kept.clear()
+    repeats._recent = ()
+    call = repeats.asked(given(), NUMBERS)
+    guards = repeats._guards(call.tensors)
+    found = repeats.Repeat(guards, Launched(), (0, 3, -1), appends=True)
+    repeats._kept[call.key] = [found]
+    assert find(given()) is found
+    if way == "recent":
+        repeats._kept.clear()
+    else:
+        repeats._recent = ()
+    cache = torch.zeros(9, 4, 2, 8)
+    assert find(given(k_cache=cache, v_cache=cache.view(9, 4, 2, 8))) is None
+    assert find(given()) is found
+    repeats._kept.clear()
+    repeats._recent = ()
+
+
 def test_an_append_in_the_attentions_launch_is_kept_with_its_tensors(monkeypatch):
     """Its lengths are the caller's: no launch before it makes new ones."""
     names = ("k", "v", "slot_mapping", "rotary_cos", "rotary_sin")

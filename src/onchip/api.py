@@ -226,13 +226,14 @@ def attention_with_kvcache(
         k: (B, S_new, H_kv, D), appended after cache_seqlens tokens and attended too. Their
             places must not be among other sequences' cache_seqlens tokens.
         v: (B, S_new, H_kv, D_v), given with k.
-        slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, -1 not
-            stored) instead of where block_table and cache_seqlens say.
-        rotary_cos: (S_max, rotary_dim / 2); rotates k, and q as the last of the new tokens, by
+        slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, of a dense
+            cache row * S_max + offset, -1 not stored) instead of where block_table and
+            cache_seqlens say.
+        rotary_cos: (S_max, rotary_dim / 2), any floating dtype; rotates k, and q as the last of the new tokens, by
             their positions in the cache before use. Only with k, and S_q <= S_new. Without
             causal and window all queries stand at position cache_seqlens.
         rotary_sin: as rotary_cos.
-        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of halves.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of halves; with rotary_cos.
         cache_batch_idx: (B,) int32, row of a dense cache for each sequence.
         cache_leftpad: (B,) int32, first valid key of each sequence.
         k_scale: () or (H_kv,) float32, stored keys are k / k_scale.

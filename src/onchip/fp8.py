@@ -196,7 +196,7 @@ def _check(source: Source, how: Quantiser) -> None:
         allowed = ", ".join(map(repr, SCALES))
         reject("scale", repr(how.scale), allowed, "Use 'block' for the smallest error.")
     validate.flag("hadamard", how.hadamard)
-    validate.flag("rotary_interleaved", how.rotary_interleaved)
+    validate.interleaving(how.rotary_interleaved, source.rotary_cos)
     _check_tensors(source, _INPUTS)
     cos, sin = source.rotary_cos, source.rotary_sin
     if (cos is None) != (sin is None):

@@ -331,7 +331,7 @@ def kvcache(
 
     def check():
         validate.cache_shapes(c)
-        validate.flag("rotary_interleaved", interleaved)
+        validate.interleaving(interleaved, c.rotary_cos)
         validate.features(c.q, c.q.shape[0], options, c.alibi_slopes, c.sinks)
         validate.no_gradient(**{name: getattr(c, name) for name in CacheArguments.__slots__})
 

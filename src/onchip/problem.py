@@ -266,6 +266,7 @@ class Problem:
         ]
         line = " ".join(words)
         extras = sorted(self.features - {"gqa", "head_dim_v"})
+        extras += ["deterministic"] * self.deterministic
         return line + (", " + ", ".join(extras) if extras else "")
 
     def to_dict(self) -> dict:

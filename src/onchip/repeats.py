@@ -34,7 +34,8 @@ try:
 except ImportError:  # no call is repeated then
     TensorGuards = None
 
-_Q, _SEQLENS, _TABLE, _BATCH_IDX = 0, 3, 4, 10  # places among `prepare.CacheArguments`
+#: Places among `prepare.CacheArguments`.
+_Q, _K_CACHE, _V_CACHE, _SEQLENS, _TABLE, _BATCH_IDX = 0, 1, 2, 3, 4, 10
 _MAX_ALIKE = 8  # calls with one key, which are told apart one by one
 
 
@@ -48,10 +49,12 @@ class Repeat:
         table: a table of our own, whose place comes after the caller's tensors.
         append: the append's launch, if it is one of its own.
         new: its `sources`.
-        appends: whether the call writes to its cache.
+        appends: whether the attention's launch appends.
     """
 
-    __slots__ = ("_append", "_attend", "_new", "_sources", "_table", "appends", "fits")
+    __slots__ = (
+        "_append", "_attend", "_is_at_once", "_new", "_sources", "_table", "appends", "fits",
+    )  # fmt: skip
 
     def __init__(self, guards, attend, sources, table=None, append=None, new=(), appends=False):
         self.fits = guards.check
@@ -61,6 +64,12 @@ class Repeat:
         self._append = append
         self._new = itemgetter(*new) if new else None
         self.appends = appends or append is not None
+        self._is_at_once = appends
+
+    def takes(self, places: Sequence[int]) -> bool:
+        """Whether launches may take these addresses: one that appends and attends reads K and V in
+        places of their own."""
+        return not self._is_at_once or places[_K_CACHE] != places[_V_CACHE]
 
     @property
     def is_ready(self) -> bool:
@@ -158,6 +167,8 @@ def recent(given: Sequence[Tensor | None], numbers: tuple) -> tuple[Repeat, list
             places = [*map(_data_ptr, tensors)]
             if reduce(or_, places) & 15 or not call.repeat.is_ready:
                 return None
+            if not call.repeat.takes(places):
+                continue
             return call.repeat, places
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         pass  # the checks will say it
@@ -281,7 +292,7 @@ def find(call: Asked | None) -> Repeat | None:
     except TypeError:  # an unhashable number
         return None
     for found in alike:
-        if found.fits(*call.tensors):
+        if found.fits(*call.tensors) and found.takes(call.places):
             if not found.is_ready:
                 return None
             _remember(call, found)

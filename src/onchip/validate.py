@@ -359,22 +359,33 @@ def written_in_place(k_cache: Tensor, v_cache: Tensor) -> None:
             reject(name, "an inference tensor", "one that may be written here", fix)
 
 
+def interleaving(interleaved: bool, rotary_cos: Tensor | None) -> None:
+    """Requires a flag, and tables where it is set."""
+    flag("rotary_interleaved", interleaved)
+    if interleaved and rotary_cos is None:
+        fix = "Pass rotary_cos and rotary_sin too, or leave it out."
+        reject("rotary_interleaved", True, "False without rotary_cos", fix)
+
+
 def _new_tokens(c, batch: int) -> None:
     if c.k is None and c.v is None:
         for name in ("slot_mapping", "rotary_cos", "rotary_sin"):
             if getattr(c, name) is not None:
                 fix = "It says how k and v are appended: pass them too."
-                reject(name, "given without k and v", "None, or k and v with it", fix, TypeError)
+                reject(name, "a tensor without k and v", "None, or k and v with it", fix, TypeError)
         return
     for name in ("k", "v"):
         if getattr(c, name) is None:
             fix = "Pass k and v together, or neither."
             reject(name, None, "a tensor, as its twin is given", fix, TypeError)
     assert c.k is not None
+    # Before they are held against each other: the one that does not fit the cache is to be named.
+    for name, new, cache in (("k", c.k, c.k_cache), ("v", c.v, c.v_cache)):
+        if isinstance(new, Tensor) and new.dim() == 4:
+            _fits_cache(name, new, cache)
+            if name == "k":
+                dense_batch(c.q, new)
     queries_and_keys(c.q, c.k, c.v, 4, 4)
-    dense_batch(c.q, c.k)
-    _fits_cache("k", c.k, c.k_cache)
-    _fits_cache("v", c.v, c.v_cache)
     if c.slot_mapping is not None:
         total, dtypes = batch * c.k.shape[1], (torch.int32, torch.int64)
         index_tensor("slot_mapping", c.slot_mapping, c.q, (total,), "(B * S_new,)", dtypes)

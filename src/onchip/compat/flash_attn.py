@@ -388,7 +388,7 @@ def flash_attn_with_kvcache(
         v=v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
+        rotary_interleaved=False if rotary_cos is None else rotary_interleaved,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         causal=causal,

@@ -7,10 +7,10 @@ has looked for the others some times in vain leaves, and where programs are more
 none waits. Who comes last changes no bit of the result: several pieces are added in their order,
 and the weights of two are powers of two, which are exact. The last to leave clears the counters.
 
-Or by neighbours (`claim` to `with_neighbour`): pieces 0 and 1 become one, 2 and 3, then these two,
-and so on. Whoever claims a pair first hands over and is done; the other one goes on with the sum.
-It waits only for a program that has claimed, so runs, and waits for nobody.
-H200, 2026-11-30, us, the way above and this one: `decode_tall`, 8 sequences of 16k, four pieces
+The Hopper forward does that. `decode_tall` joins neighbours (`claim` to `with_neighbour`): pieces 0
+and 1 become one, 2 and 3, then these two, and so on. Whoever claims a pair first hands over and is
+done; the other one goes on with the sum. It waits only for a program that has claimed, so runs, and
+waits for nobody. H200, 2026-11-30, us, the first way and this one: 8 sequences of 16k, four pieces
 139.5 and 134.7, two 140.8 and 139.4; 3 of 16k, five pieces 68.1 and 65.5.
 
 Legend: D_v head dimension, KEPT rows of a program that can exist, W number of a warpgroup.
@@ -37,9 +37,9 @@ class Partials(NamedTuple):
 
     out: object  # (pieces, KEPT, D_v) float32, not divided
     stats: object  # (pieces, KEPT, 2): maximum of the base 2 logits, sum
-    counters: object  # (pieces, warpgroups, 2): of the first two pieces come, handed out, left;
-    # by neighbours two for a pair, claims and whether one is there: those of the piece that its
-    # right half begins with
+    counters: object  # (pieces, warpgroups, 2). In the first way a warpgroup has 4 numbers from the
+    # first piece's place on: come, handed out, left. By neighbours a pair has the 2 of the piece
+    # that its right half begins with: claims, and whether one has put itself aside
 
 
 class Branch(NamedTuple):

@@ -99,7 +99,7 @@ class Spec:
         short waits to round what long walks add to: D = 64 0.89, 0.92 with three tenths of `lag`
         (at 16k that is one head), 0.79, 0.75, 0.83 with `lag`, 0.84, 0.83 to 0.87, 0.87 to 0.89
         with one; D = 128, turns passed at once, 0.85, 0.90, 0.90 with three tenths, 0.90, 0.95,
-        0.90 with one (H200, 2026-11-30).
+        0.90 with one (H200, 2026-11-30). A third stands for three tenths: 8 heads for 7 at 1k.
         """
         if not self.ordered:
             return 0

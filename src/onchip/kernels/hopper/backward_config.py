@@ -7,6 +7,7 @@ Legend: D / D_v head dimensions, BM / BN rows of a tile of queries and of keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from onchip.problem import Layout, Problem
@@ -103,6 +104,7 @@ def _lag_of(problem: Problem, config: BackwardConfig) -> int:
     packed sequences of 64 to 4096 tokens (half of the tiles are such), of a dense call's FLOP/s at
     their mean length with 200, 400, 700 and 1200: D = 128 full 0.98, 1.00, 0.99, 0.96, causal 0.88,
     0.96, 0.98, 0.98; D = 64 0.98, 1.00, 1.00, 1.00 and 0.89, 0.95, 0.96, 0.95 (H200, 2026-11-30).
+    So `lag` grows as rows of the longest lengths do over tokens, and by `_PACKED_SLACK`.
     """
     lag = config.lag
     if problem.deterministic and config.late and _has_edges(problem):
@@ -112,9 +114,11 @@ def _lag_of(problem: Problem, config: BackwardConfig) -> int:
     if problem.layout_q is not Layout.PACKED:
         return lag
     rows = problem.batch * problem.seqlen_q
-    return -(-lag * 5 * rows // (4 * max(problem.tokens_q, 1)))
+    return math.ceil(_PACKED_SLACK * lag * rows / max(problem.tokens_q, 1))
 
 
+#: Lengths vary from sequence to sequence, and so does how many tiles in a row work.
+_PACKED_SLACK = 1.25
 #: `lag` where heads of Q share one of K; see `_lag_of`.
 _GROUPED_LAG, _GROUPED_APART_LAG = 136, 200
 

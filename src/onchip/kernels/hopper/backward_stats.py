@@ -1,4 +1,4 @@
-"""Kernels before and behind the Hopper backward: LSE and D of rows, and dQ's last step.
+"""Kernels around the Hopper backward: LSE and D of rows, dQ's last step, rows of no sequence.
 
 Bound by memory, so in plain Triton.
 
@@ -183,7 +183,7 @@ def attn_bwd_rest_hopper(
 
     They are 0: rows before the first sequence, behind the last one, and those of a sequence past
     the longest length that the call names. Where there are none, as mostly, this reads a few
-    numbers; to set all of three gradients of 133k tokens to 0 took 0.4 of 10 ms (H200).
+    numbers; to set all of three gradients of 133k tokens to 0 took 0.4 of 10 ms (H200, 2026-11-30).
     """
     _clear_rest(dq, cu_seqlens_q, longest_q, tokens_q, width_q, parts)
     _clear_rest(dk, cu_seqlens_k, longest_k, tokens_k, width_k, parts)

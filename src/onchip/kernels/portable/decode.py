@@ -13,15 +13,16 @@ whose least size is 8. The tokens of a tile are dealt to as many groups as there
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
 once, at the end. The wide walk (more rows) has rows as M and one set of statistics. On Hopper
 one query a sequence and many rows have walks of their own (`decode_direct`, `decode_tall`), which
-merge in their own launch; the former appends one new token a sequence in it too. The portable
-kernels are in `decode_walk`.
+merge in their own launch, up to 8 equal pieces of many rows; the former appends one new token a
+sequence in it too. The portable kernels are in `decode_walk`.
 
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look
 at all lengths and, if these are unequal, cut every sequence into pieces in proportion.
 
 Memory: q, out (B, S_q, H, D) or (T_q, H, D); k, v (B, S_k, H_kv, D) or pages (P, N, H_kv, D)
 found through block_table; any strides with the last one 1; lse (B, H, S_q) or (H, T_q). Extra
-memory: 4 bytes x programs x rows x (D_v + 2), and a counter for each sequence and head of K.
+memory: 4 bytes x programs x rows x (D_v + 2), and a counter for each sequence and head of K
+(many rows: two for each piece and warpgroup).
 Float8 keys and values are multiplied as float16, which holds them exactly; each row of q is
 scaled by a power of two first, so that it fits too.
 
@@ -81,7 +82,11 @@ def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 def launch_with(
     config: DecodeConfig | None, problem: Problem, tensors: Tensors, new: NewTokens | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`launch`, or `append_launch`, with a given config: for the tuner and the tests."""
+    """`launch`, or `append_launch`, with a given config: for the tuner and the tests.
+
+    Mutates:
+        new.k_cache, new.v_cache: the slots of the new tokens, where `new` is given.
+    """
     return _plan_of(config, problem, tensors, new)(tensors, new)
 
 

@@ -224,7 +224,7 @@ def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: g
         if SPEC.rotary_pairs > 0:
             x = turned_queries(x, SPEC, MMA)
         if is_last:
-            append(token, new, rows, cache, SPEC)
+            append(token, rows, cache, SPEC)
     queries, scale = prepared(x, factor, SPEC, MMA)
     acc = gl.zeros([W, DIM, ROWS], gl.float32, MMA)
     maximum = gl.full([W, ROWS], LOWEST, gl.float32, gl.SliceLayout(1, MMA))
@@ -252,7 +252,8 @@ def _walk(start, stop, step, cache: Cache, x, factor, new: New, is_last, SPEC: g
     wait_for_all()
     if SPEC.appends:  # noqa: SIM102 (one is decided by the compiler, one at run time)
         # Apart from the loop, whose copies begin later where it holds this too: with it one of
-        # 32k takes 38.4 us, 36.1 without (35.8 without an append), 16 of 4k 70.2 and 64.5 (63.9).
+        # 32k takes 38.4 us, 36.1 without (35.8 without an append), 16 of 4k 70.2 and 64.5 (63.9;
+        # H200, 2026-11-30).
         if is_last & (start < stop):
             put_in(k_ring.index(slot), v_ring.index(slot), rows, cache, SPEC)
             acc, maximum, denominator = _attend(

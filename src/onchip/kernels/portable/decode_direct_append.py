@@ -147,7 +147,7 @@ def gathered_token(new: New, is_last, cache: Cache, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def append(gathered, new: New, rows, cache: Cache, SPEC: gl.constexpr):
+def append(gathered, rows, cache: Cache, SPEC: gl.constexpr):
     """Writes the new token to the cache and to `rows`, as it is stored."""
     column = gl.arange(0, SPEC.dim, _row(gl.num_warps()))
     k, other, c, s, v, stored, page = gathered

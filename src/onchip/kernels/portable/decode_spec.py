@@ -54,7 +54,7 @@ class DecodeSpec:
         min_tiles: fewest tiles in a piece.
         sm_pieces: pieces of unequal sequences that an SM gets, about.
         merges: whether a sequence can be cut at all.
-        merged_rows: rows of a program of the launch that merges, 0 where the last piece does it.
+        merged_rows: rows of a program of the launch that merges, 0 where pieces meet in their own.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
         appends: whether each sequence's last token is not in the cache yet but given apart.
         rotary_pairs: pairs of features that turn by that token's position, 0 for none.
@@ -98,7 +98,8 @@ class DecodeSpec:
 _MERGED_AT_ONCE = 1024
 #: Pieces of a sequence that the tall walk's programs merge among themselves. H200, 2026-11-30, one
 #: of 32k, us, so and by a launch: 64 rows, 33 pieces 49.5 and 43.2, 128 rows, 16 pieces 53.8 and
-#: 47.8, 256 rows, 8 pieces 70.4 and 76.2.
+#: 47.8, 256 rows, 8 pieces 70.4 and 76.2; that is 16 rows after 16 rows, not by neighbours, which
+#: was not timed with more than 8.
 _MOST_AMONG_THEMSELVES = 8
 #: Entries of a program of that launch.
 _MERGED_APART = 512
@@ -173,7 +174,8 @@ def vector_of(tensors: Tensors) -> int:
 def appends_itself(problem: Problem, tensors: Tensors, new: NewTokens) -> bool:
     """Whether `decode_direct`, where it walks, can append too: one 16-bit token a sequence.
 
-    All else takes the append's own launch, which gives the same bits.
+    All else takes the append's own launch. Tokens that are stored get the same bits by both; one
+    that has no place (page -1, a full table) is attended to here, and read from the cache there.
 
     Args:
         problem: the attention's.

@@ -20,7 +20,8 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `decode_tall_cuts` says and joined by neighbours, as `gluon_pieces` says.
+Pieces are cut as `decode_tall_cuts` says and joined by neighbours, as `gluon_pieces` says; more
+than 8 equal ones are put aside for a launch that merges (`decode_spec`).
 
 It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
 that neither divide a tile nor are a multiple of it.
@@ -124,7 +125,7 @@ class Tall:
 
 
 @gluon.jit
-def _ring(k, v, SPEC: gl.constexpr, STAGES: gl.constexpr):
+def _ring(k, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -292,7 +293,7 @@ def attn_decode_tall(
         counters = lse
     to = Results(out, lse, sinks, Partials(partial_out, partial_stats, counters))
     source = Source(q, values, block_table, stride_table)
-    at = _ring(k, v, SPEC, STAGES)
+    at = _ring(k, SPEC, STAGES)
     if SPEC.rows == 64:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),

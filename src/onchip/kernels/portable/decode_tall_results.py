@@ -26,7 +26,6 @@ from onchip.kernels.gluon_pieces import (
 )
 from onchip.kernels.portable.decode_tall_cuts import Piece
 
-_LOWEST = gl.constexpr(-3.0e38)  # see `decode_tiles.LOWEST`
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 

@@ -323,6 +323,7 @@ def attend(
     W: gl.constexpr, source: Source, to: Results, piece: Piece, at: Ring, n: Numbers,
     HAS_SINKS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """A consumer warpgroup: its 64 rows against the tiles of a piece, the last ones first."""
     queries = _queries(W, source.q, piece, at, n, SPEC)
     rows = _rows(W, piece, n, SPEC)
     tiles = piece.stop - piece.start

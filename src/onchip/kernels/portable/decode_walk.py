@@ -149,15 +149,14 @@ def _fit_float16(q, SPEC: tl.constexpr):
     return (q.to(tl.float32) * tl.expand_dims(shrink, axis)).to(tl.float16), tl.exp2(exponent)
 
 
-# Triton specialises numbers inside tuples, whatever it is told; to compile once for all
-# lengths and strides, the numbers must be parameters of their own. Hence so many.
-
 #: Run-time numbers of the launch that merges.
 MERGE_NUMBERS = (
     "num_sequences seqlen_q seqlen_k tokens_q num_heads splits left num_sms num_pieces"
 ).split()
 
 
+# Triton specialises numbers inside tuples, whatever it is told; to compile once for all lengths and
+# strides, the numbers are parameters of their own, so many.
 @triton.jit(do_not_specialize=NUMBERS)
 def attn_decode_portable(
     q, k, v, out, lse, block_table, cu_seqlens_q, seqused_k, leftpad_k, alibi_slopes, sinks,
