@@ -32,13 +32,15 @@ class Address(gluon_model.Pointer):
 
 
 class Copies:
-    """Copies to shared memory under way."""
+    """Copies to shared memory under way: what is there when they begin comes when they are waited
+    for, so a program that reads its own store of a moment ago finds what was there before.
+    """
 
     def __init__(self):
         self.groups, self.current = [], []
 
     def start(self, target, source, mask=None):
-        self.current.append((target, source, mask))
+        self.current.append((target, _load(source, mask, 0.0)))
 
     def commit_group(self):
         self.groups.append(self.current)
@@ -46,8 +48,8 @@ class Copies:
 
     def wait_group(self, pending):
         while len(self.groups) > pending:
-            for target, source, mask in self.groups.pop(0):
-                target.data.copy_(_load(source, mask, 0.0))
+            for target, found in self.groups.pop(0):
+                target.data.copy_(found)
 
 
 _copies = Copies()

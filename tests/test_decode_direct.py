@@ -48,7 +48,12 @@ MORE = {
     "some_features": ("pages_of_16", "five", NEW | {"pairs": 20}),
     "interleaved": ("pages_of_16", "five", NEW | {"pairs": 64, "interleaved": True}),
     "all_features": ("one", "five", NEW | {"pairs": 64}),
-    "padded": ("pages_of_3", "whole", None),
+}
+#: Batches whose last sequence is padding: its page, or its row of a dense cache, is -1.
+PADDED = {
+    "padded_pages": Case((1,) * 3, (100, 64, 1), page=3, **SMALL),
+    "padded_page": Case((1,) * 2, (50, 1), page=64, **SMALL),
+    "padded_rows": Case((1,) * 3, (350, 170, 1), used=True, **GQA),
 }
 
 
@@ -60,11 +65,10 @@ def _entries() -> dict[str, dict]:
             found[f"{name}-{cut}"] = entry
             found[f"{name}-{cut}-append"] = entry | {"new": NEW if cut == "whole" else TURNED}
     for name, (case, cut, new) in MORE.items():
-        entry = {"case": CASES[case], "config": CUTS[cut], "dtype": "float16", "new": new}
-        if new is None:
-            entry["case"] = Case((1,) * 3, (100, 64, 1), page=3, **SMALL)
-            entry["new"] = TURNED | {"spoilt": True}
-        found[name] = entry
+        found[name] = {"case": CASES[case], "config": CUTS[cut], "dtype": "float16", "new": new}
+    for name, case in PADDED.items():
+        new = TURNED | {"spoilt": True}
+        found[name] = {"case": case, "config": CUTS["whole"], "dtype": "float16", "new": new}
     return found
 
 

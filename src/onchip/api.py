@@ -229,9 +229,9 @@ def attention_with_kvcache(
         slot_mapping: (B * S_new,) int32 or int64, where k and v go (page * N + offset, of a dense
             cache row * S_max + offset, -1 not stored) instead of where block_table and
             cache_seqlens say.
-        rotary_cos: (S_max, rotary_dim / 2), any floating dtype; rotates k, and q as the last of the new tokens, by
-            their positions in the cache before use. Only with k, and S_q <= S_new. Without
-            causal and window all queries stand at position cache_seqlens.
+        rotary_cos: (S_max, rotary_dim / 2), any floating dtype; rotates k, and q as the last of
+            the new tokens, by their positions in the cache before use. Only with k, and
+            S_q <= S_new. Without causal and window all queries stand at position cache_seqlens.
         rotary_sin: as rotary_cos.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ... instead of halves; with rotary_cos.
         cache_batch_idx: (B,) int32, row of a dense cache for each sequence.

@@ -181,9 +181,10 @@ def attn_bwd_rest_hopper(
 ):  # fmt: skip
     """Program (b, i): the gradients of rows behind sequence b - 1, which no other kernel writes.
 
-    They are 0: rows before the first sequence, behind the last one, and those of a sequence past
-    the longest length that the call names. Where there are none, as mostly, this reads a few
-    numbers; to set all of three gradients of 133k tokens to 0 took 0.4 of 10 ms (H200, 2026-11-30).
+    They are 0: rows before the first sequence and behind the last one (and those of a sequence
+    past the longest length that the call names, which is wrong and gives any gradients, but not
+    what other memory held). Where there are none, as mostly, this reads a few numbers; to set all
+    of three gradients of 133k tokens to 0 took 0.4 of 10 ms (H200, 2026-11-30).
     """
     _clear_rest(dq, cu_seqlens_q, longest_q, tokens_q, width_q, parts)
     _clear_rest(dk, cu_seqlens_k, longest_k, tokens_k, width_k, parts)

@@ -328,6 +328,9 @@ def attn_decode_direct(
         row = row * 0
     elif block_table is not None:
         row = gl.load(block_table + row * stride_table).to(gl.int64)
+    own_row = row
+    if SPEC.appends:  # a row below 0 stores nothing, and nothing of it is read either
+        row = gl.maximum(row, 0)
     keys, values = k, v
     if SPEC.is_float8:
         keys = k.to(gl.pointer_type(gl.int32))
@@ -356,7 +359,7 @@ def attn_decode_direct(
             cos += cache.last.to(gl.int64) * SPEC.rotary_pairs
             sin += cache.last.to(gl.int64) * SPEC.rotary_pairs
         new = New(q + place, stride_qh * SPEC.vector, new_k + place_k, new_v + place_v, cos, sin,
-                  row, seqlen_k)  # fmt: skip
+                  own_row, seqlen_k)  # fmt: skip
         is_last = (last_tile < stop) & ((last_tile - start) % step == 0)
     if SPEC.rotary_pairs == 0:
         x = load_queries(q, batch, kv_head, stride_qb, stride_qh, SPEC, MMA)
