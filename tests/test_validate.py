@@ -145,6 +145,7 @@ BAD_CACHE = [
     ("block_table", ValueError, {"block_table": _int(0, 1)}),
     ("block_table", ValueError, {"block_table": _int(0, -1, 0, 0, 1, 0, 0, 0).view(2, 4)}),
     ("block_table", ValueError, {"block_table": _int(0, 99, 0, 0, 1, 0, 0, 0).view(2, 4)}),
+    ("block_table", ValueError, {"block_table": _int(0, 1, 0, 0, 1, 0, 0, 0).view(2, 4)}),
     ("cache_seqlens", ValueError, {"cache_seqlens": _int(16, 2)}),
     ("cache_seqlens", ValueError, {"cache_seqlens": _int(-1, 2)}),
     ("cache_seqlens", TypeError, {"cache_seqlens": torch.tensor([5, 2])}),
@@ -179,6 +180,23 @@ def test_cache_arguments_and_nothing_is_appended(name, error, changes):
         onchip.attention_with_kvcache(**arguments)
     for cache, kept in zip(("k_cache", "v_cache"), before, strict=True):
         torch.testing.assert_close(arguments[cache], kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sequences_in_one_row_of_a_cache_append_nothing():
+    cache = torch.zeros(2, 16, 2, 8)
+    q, k, v = problems.qkv(seqlen_q=1, seqlen_k=1)
+    for used in ((5, 2), (5, 5)):
+        with pytest.raises(ValueError, match="cache_batch_idx: got place .* sequence [01]"):
+            onchip.attention_with_kvcache(
+                q, cache, cache.clone(), cache_seqlens=_int(*used), k=k, v=v,
+                cache_batch_idx=_int(0, 0),
+            )  # fmt: skip
+    assert not cache.any()
+    shared = torch.randn(4, 8, 2, 8)  # a page that both read is no fault
+    table = _int(0, 1, 0, 2).view(2, 2)
+    onchip.attention_with_kvcache(
+        q, shared, shared.clone(), cache_seqlens=_int(8, 10), block_table=table, k=k, v=v
+    )
 
 
 def test_a_kernel_that_does_not_take_it_appends_nothing():

@@ -67,6 +67,36 @@ def pages_within(block_table: Tensor, lengths: list[int], page_size: int, num_pa
         reject("block_table", got, f"0 to {num_pages - 1}", fix)
 
 
+def places_apart(
+    name: str, table: Tensor, lengths: Tensor, num_new: int, page_size: int, num_pages: int
+) -> None:
+    """Requires that appended tokens take no place that a sequence reads, nor one another's.
+
+    Args:
+        name: of the argument that the table is, or is made of.
+        table: (B, max_pages) valid page ids where sequences have tokens, new ones included.
+        lengths: (B,) tokens of each sequence before the call.
+        num_new: S_new, tokens that each sequence gets.
+        page_size: N.
+        num_pages: P.
+    """
+    table, before = table.long(), lengths.long()[:, None]
+    starts = page_size * torch.arange(table.shape[1], device=table.device)
+    used = (before - starts).clamp(0, page_size)  # tokens of each page that its sequence reads
+    read = table.new_zeros(num_pages)
+    read.scatter_reduce_(0, table.where(used > 0, 0).flatten(), used.flatten(), "amax")
+    position = before + torch.arange(num_new, device=table.device)
+    page, offset = table.gather(1, position // page_size), position % page_size
+    new = (page * page_size + offset).flatten()
+    _, which, counts = new.unique(return_inverse=True, return_counts=True)
+    taken = (offset < read[page]).flatten() | (counts[which] > 1)
+    if bool(taken.any()):
+        i = int(taken.nonzero()[0, 0])
+        got = f"place {int(new[i])} (page * N + offset) for a new token of sequence {i // num_new}"
+        allowed = "a place that no sequence reads and no other new token takes"
+        reject(name, got, allowed, "Copy a page that sequences share before one appends.")
+
+
 def slots_within(slot_mapping: Tensor, num_slots: int) -> None:
     """Requires slots in [-1, P * N)."""
     if slot_mapping.numel() == 0:
@@ -137,5 +167,8 @@ def cache_values(c, table: Tensor, num_new: int) -> None:
         lengths_within("cache_leftpad", pads, totals, "the tokens in the cache")
     if c.slot_mapping is not None:
         slots_within(c.slot_mapping, num_pages * page_size)
+    elif num_new and lengths:
+        name = "cache_batch_idx" if c.block_table is None else "block_table"
+        places_apart(name, table, c.cache_seqlens, num_new, page_size, num_pages)
     if c.rotary_cos is not None:
         rotary_reach(c.rotary_cos.shape[0], max(totals, default=0))
