@@ -46,11 +46,11 @@ def test_the_forward():
 def test_the_backward():
     cases = [{"dim": dim, **more} for dim in DIMS for more in ({}, {"causal": True})]
     found = _compiled("hopper_backward_compiles.py", [*cases, {"dim": 128, "packed": True}])
-    assert {used["kernel"] for used in found} == {"pre", "keys", "queries", "post"}
+    assert {used["kernel"] for used in found} == {"rest", "pre", "keys", "queries", "post"}
     # 3.9 moves some registers of loops to memory where 3.6 does not (what that costs was not
     # measured): dQ's kernel of wide heads 50 to 103 instructions (18), the kernel that owns keys
     # 4 to 37 at D = 64, whose K and V lie in registers (0), and 0 to 5 at 128 (0 to 8).
-    most = {"pre": 0, "post": 0, "keys": 37, "queries": 110}
+    most = {"rest": 0, "pre": 0, "post": 0, "keys": 37, "queries": 110}
     for used in found:
         assert used["unmasked_spills"] <= most[used["kernel"]], used
 
