@@ -38,13 +38,18 @@ def run_script(script: Path, *arguments: str, before: str = "") -> list[dict]:
         arguments: its command line.
         before: a directory whose packages come before the installed ones.
     """
+    return json.loads(output_of(script, *arguments, before=before).splitlines()[-1])
+
+
+def output_of(script: Path, *arguments: str, before: str = "", seconds: float = 600) -> str:
+    """What a script prints without the interpreter; see `run_script`. It must end well in time."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [before, str(Path(__file__).parents[1]), *sys.path]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 def captured(kernel, launch: Callable[[], object]) -> list[Call]:

@@ -6,10 +6,6 @@ where memory holds no token yet: all of that is NaN here.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,6 +16,7 @@ pytest.importorskip("triton")
 
 from onchip.kernels.portable.decode_spec import appends_itself
 from tests import portable_decode_compiles as compiles
+from tests.model_runs import results_of
 from tests.portable_cases import Case, build, check
 
 HERE = Path(__file__).parent
@@ -78,16 +75,9 @@ ENTRIES = _entries()
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     """What the model's programs left, one process for all of them."""
-    folder = tmp_path_factory.mktemp("model")
     entries = [{**e, "case": asdict(e["case"]) | {"dtype": None}} for e in ENTRIES.values()]
-    (folder / "cases.json").write_text(json.dumps(entries))
-    command = [sys.executable, str(HERE / "decode_direct_model.py"), str(folder / "cases.json")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
-    done = subprocess.run(
-        [*command, str(folder / "out.pt")], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(ENTRIES, torch.load(folder / "out.pt"), strict=True))
+    script, folder = HERE / "decode_direct_model.py", tmp_path_factory.mktemp("model")
+    return dict(zip(ENTRIES, results_of(script, entries, folder, seconds=600), strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "new" not in entry])

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from onchip import dispatch
 from onchip.kernels.portable.decode_config import choose_decode
 from onchip.problem import Mask
 from tests import compile_only
+from tests.model_runs import results_of
 from tests.portable_cases import Case, build, check
 
 HERE = Path(__file__).parent
@@ -83,16 +81,9 @@ ENTRIES = _entries()
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     """What the model's programs left, one process for all of them."""
-    folder = tmp_path_factory.mktemp("model")
     entries = [{**e, "case": asdict(e["case"]) | {"dtype": None}} for e in ENTRIES.values()]
-    (folder / "cases.json").write_text(json.dumps(entries))
-    files = [str(folder / "cases.json"), str(folder / "out.pt")]
-    paths = [str(HERE.parent), str(HERE.parent / "src"), *sys.path]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, str(HERE / "decode_tall_model.py"), *files]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(ENTRIES, torch.load(files[1]), strict=True))
+    script, folder = HERE / "decode_tall_model.py", tmp_path_factory.mktemp("model")
+    return dict(zip(ENTRIES, results_of(script, entries, folder), strict=True))
 
 
 def test_a_piece_adds_its_own_values_only(results):

@@ -6,10 +6,6 @@ NaN: a slot that is handed back too early, an arrival too many or one that is mi
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +17,7 @@ pytest.importorskip("triton")
 from onchip.kernels.hopper import arguments, repair, repeated, workspace
 from onchip.kernels.hopper.config import Config, choose_forward, most_pieces
 from onchip.problem import Mask
+from tests.model_runs import results_of
 from tests.portable_cases import Case, build, check
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
@@ -162,17 +159,9 @@ def _plain(case: Case) -> dict:
 @pytest.fixture(scope="module")
 def modelled(tmp_path_factory) -> dict:
     """What the roles wrote, case by case: (out, lse, counters), or what went wrong."""
-    folder = tmp_path_factory.mktemp("model")
     entries = [entry | {"case": _plain(entry["case"])} for entry in ENTRIES.values()]
-    (folder / "cases.json").write_text(json.dumps(entries))
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(HERE.parent), *sys.path]
-    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    files = [str(folder / "cases.json"), str(folder / "out.pt")]
-    command = [sys.executable, str(HERE / "hopper_forward_model.py"), *files]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(ENTRIES, torch.load(files[1]), strict=True))
+    script, folder = HERE / "hopper_forward_model.py", tmp_path_factory.mktemp("model")
+    return dict(zip(ENTRIES, results_of(script, entries, folder), strict=True))
 
 
 def _repair(call, config, out, lse, counters) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ pytest.importorskip("triton")
 from onchip.kernels import fp8_emulated
 from tests.fp8_cases import relative
 from tests.hopper_fp8_cases import posed
+from tests.model_runs import results_of
 
 HERE = Path(__file__).parent
 INPUTS = {
@@ -41,16 +38,9 @@ CASES = [(inputs, config) for config in CONFIGS for inputs in INPUTS]
 @pytest.fixture(scope="module")
 def modelled(tmp_path_factory) -> dict:
     """What the roles wrote, case by case: (out, lse), or what went wrong."""
-    folder = tmp_path_factory.mktemp("model")
     entries = [{"inputs": INPUTS[i], "config": CONFIGS[c]} for i, c in CASES]
-    (folder / "cases.json").write_text(json.dumps(entries))
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in [str(HERE.parent), *sys.path] if path)
-    files = [str(folder / "cases.json"), str(folder / "out.pt")]
-    command = [sys.executable, str(HERE / "hopper_fp8_model.py"), *files]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, torch.load(files[1]), strict=True))
+    script, folder = HERE / "hopper_fp8_model.py", tmp_path_factory.mktemp("model")
+    return dict(zip(CASES, results_of(script, entries, folder), strict=True))
 
 
 @pytest.mark.parametrize(("inputs", "config"), CASES)
