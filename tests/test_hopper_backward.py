@@ -270,8 +270,8 @@ def test_the_launch_behind_puts_columns_in_order(dim, width):
     sums = torch.randn(batch, heads, rows, width)
     stored = sums.view(batch, heads, rows, -1, 4, 2).transpose(-1, -2).contiguous()
     dq = torch.empty(batch, length, heads, dim, dtype=torch.float16)
-    attn_bwd_post_hopper[(2 * batch * heads,)](
-        stored, dq, None, 0, 2, heads, length, 0, rows, 0.5, dim, width, False
+    attn_bwd_post_hopper[(8 * batch * heads,)](
+        stored, dq, None, 0, 8, heads, length, 0, rows, 0.5, dim, width, False
     )
     want = (sums[:, :, :length, :dim] * 0.5).transpose(1, 2).half()
     torch.testing.assert_close(dq, want)
@@ -313,8 +313,8 @@ def test_the_launch_before_puts_rows_in_fours():
     for fours in (False, True):
         stats, delta = torch.empty(2, batch * heads, rows)
         strides = (length * heads * dim // 8, heads * dim // 8, dim // 8)
-        attn_bwd_pre_hopper[(2 * batch * heads,)](
-            out, dout, lse, None, None, None, stats, delta, None, None, None, *strides, 2, batch,
+        attn_bwd_pre_hopper[(8 * batch * heads,)](
+            out, dout, lse, None, None, None, stats, delta, None, None, None, *strides, 8, batch,
             heads, length, 0, rows, 1, batch * heads, 1, 1, 0, dim, dim, dim, dim, 1.0, 8, False,
             False, fours,
         )  # fmt: skip

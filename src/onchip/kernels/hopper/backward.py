@@ -128,7 +128,7 @@ from onchip.kernels.hopper.backward_stats import (
 from onchip.kernels.launcher import Described, Launch
 from onchip.problem import Layout, Problem, Saved, Tensors
 
-_ROWS = ROWS.value  # of a program before and behind
+_ROWS, _WARPS = ROWS.value, 2  # of a program before and behind
 
 
 class Work(NamedTuple):
@@ -216,7 +216,7 @@ class Steps:
         """The part's launch, made at its first call."""
         found = self.launches.get(part)
         if found is None:
-            options["num_warps"] = 4
+            options = {"num_warps": 4, **options}
             grid = programs if isinstance(programs, tuple) else (programs,)
             found = self.launches[part] = Launch(kernel, grid, device, **options)
         return found
@@ -339,7 +339,7 @@ def _new_work(steps: Steps, tensors: Tensors) -> Work:
         width = padded(problem.head_dim)
         dq_sum = torch.empty((lines, rows, width), dtype=torch.float32, device=device)
         spec, shared = steps.specs["keys"], steps.shared_tiles
-        tiles = lines * (rows // _ROWS) if spec.ordered else 0
+        tiles = lines * (rows // spec.block_m) if spec.ordered else 0
         number = steps.units + tiles + 2 * shared
         counters = torch.empty(number, dtype=torch.int32, device=device)
         if shared:
@@ -359,7 +359,9 @@ def _prepare(steps: Steps, tensors: Tensors, saved: Saved, work: Work) -> Tensor
     if sinks is not None:
         parts = work.stats.new_empty(blocks, problem.batch, problem.num_heads)
     programs = blocks * problem.batch * problem.num_heads
-    launch = steps.launch_of("pre", attn_bwd_pre_hopper, programs, work.dq.get_device())
+    launch = steps.launch_of(
+        "pre", attn_bwd_pre_hopper, programs, work.dq.get_device(), num_warps=_WARPS
+    )
     launch(
         saved.out, saved.dout, saved.lse, saved.dlse, sinks, tensors.cu_seqlens_q, work.stats,
         work.delta, work.dq_sum, work.counters, parts, *row_strides(saved.dout), blocks,
@@ -393,7 +395,9 @@ def _finish(steps: Steps, tensors: Tensors, work: Work) -> None:
     heads = steps.lag * problem.group
     first = problem.batch * problem.num_heads - heads
     programs = blocks * heads
-    launch = steps.launch_of("post", attn_bwd_post_hopper, programs, work.dq.get_device())
+    launch = steps.launch_of(
+        "post", attn_bwd_post_hopper, programs, work.dq.get_device(), num_warps=_WARPS
+    )
     launch(
         work.dq_sum, work.dq, tensors.cu_seqlens_q, first, blocks, problem.num_heads,
         problem.seqlen_q, problem.tokens_q, steps.stats_shape[1], float(problem.scale),
