@@ -327,6 +327,56 @@ def test_the_launch_before_puts_rows_in_fours():
         assert torch.equal(of.view(-1, 4, 2, 2).transpose(1, 2).reshape(rows_of.shape), rows_of)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="covered by tests/gpu")
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_launch_before_makes_statistics_and_clears(packed):
+    """-LSE, -D, the sinks' gradient, dQ's sum of the first heads, counters of heads and tiles."""
+    lengths, heads, group, dim, lag, ctas = (130, 1, 300), 4, 2, 64, 2, 3
+    longest = max(lengths)
+    if not packed:
+        lengths = (longest,) * 3
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    tokens, batch, blocks = int(cu[-1]), len(lengths), -(-longest // 128) * 8
+    units = batch * heads // group
+    out, dout = torch.randn(2, tokens, heads, dim)
+    lse, dlse = torch.randn(2, heads, tokens)
+    lse[1, 7] = -torch.inf
+    sinks = torch.randn(heads)
+    rows = (tokens // 128 + batch) * 128 if packed else -(-longest // 128) * 128
+    lines = heads if packed else batch * heads
+    stats, delta = torch.full((2, lines, rows), torch.nan)
+    dq_sum = torch.full((lines, rows, dim), torch.nan)
+    counters = torch.full((units + lines * rows // 64,), -1, dtype=torch.int32)
+    dsinks = torch.full((blocks, batch, heads), torch.nan)
+
+    def by_sequence(x):  # (H, T) as the forward returns it
+        return x if packed else x.view(heads, batch, longest).transpose(0, 1).contiguous()
+
+    strides = (0 if packed else longest * heads * dim // 8, heads * dim // 8, dim // 8)
+    attn_bwd_pre_hopper[(blocks * batch * heads,)](
+        out, dout, by_sequence(lse), by_sequence(dlse), sinks, cu if packed else None, stats, delta,
+        dq_sum, counters, dsinks, *strides, blocks, batch, heads, longest, tokens, rows, group,
+        units, lag, ctas, 0, dim, dim, dim, dim, 1.5, 8, packed, True, False,
+    )  # fmt: skip
+    assert counters[:units].tolist() == [ctas] * lag + [0] * (units - lag)
+    d = ((out * dout).sum(-1).T - dlse).where(lse > -torch.inf, 0.0)
+    mass = (torch.exp(sinks[:, None] - lse) * d).where(lse > -torch.inf, 0.0)
+    torch.testing.assert_close(dsinks.sum((0, 1)), -mass.sum(1), rtol=1e-4, atol=1e-4)
+    turns = counters[units:].view(lines, -1)
+    for b, h in itertools.product(range(batch), range(heads)):
+        start, length = int(cu[b]), lengths[b]
+        line, first = (h, (start // 128 + b) * 128) if packed else (b * heads + h, 0)
+        own = slice(first, first + length)
+        want = -1.5 * lse[h, start : start + length]
+        torch.testing.assert_close(stats[line, own], want.where(want < torch.inf, -torch.inf))
+        want = -d[h, start : start + length]
+        torch.testing.assert_close(delta[line, own], want, rtol=1e-5, atol=1e-4)
+        whole = slice(first, first + -(-length // 128) * 128)
+        is_cleared = (b * heads + h) // group < lag
+        assert (dq_sum[line, whole] == 0).all() if is_cleared else dq_sum[line, whole].isnan().all()
+        assert (turns[line, whole.start // 64 : whole.stop // 64] == 0).all()
+
+
 def _problem(**changes) -> Problem:
     problem = build(Case((64,), (64,), dim=64, dim_v=64)).problem
     return replace(problem, op=Op.BACKWARD, device="cuda", arch="sm_90", **changes)
