@@ -243,13 +243,27 @@ def _gl_store(pointer, value, mask=None):
         pointer.x.view(-1)[index] = value[mask]
 
 
-def _atomic_add(pointer, value, sem=None):
+def _atomic_add(pointer, value, mask=None, sem=None):
+    if mask is not None:  # one thread at most
+        if not mask.any():
+            return torch.zeros_like(value)
+        one = pointer.x, pointer.offset[mask].item()
+        return torch.full_like(value, _atomic_add(Pointer(*one), value[mask].item()))
     with _memory_lock:
         flat = pointer.x.view(-1)
         before = int(flat[pointer.offset])
         flat[pointer.offset] += value
     if value == 0:
         threading.Event().wait(0.0005)
+    return before
+
+
+def _atomic_cas(pointer, expected, value, sem=None):
+    with _memory_lock:
+        flat = pointer.x.view(-1)
+        before = int(flat[pointer.offset])
+        if before == expected:
+            flat[pointer.offset] = value
     return before
 
 
@@ -357,6 +371,7 @@ def _new_language() -> types.ModuleType:
         "join": lambda a, b: torch.stack((a, b), -1),
         "load": _gl_load,
         "atomic_add": _atomic_add,
+        "atomic_cas": _atomic_cas,
         "program_id": lambda axis: _role.program,
         "num_warps": lambda: getattr(_role, "warps", 4),
         "thread_barrier": lambda: None,

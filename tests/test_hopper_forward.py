@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from onchip import dispatch
 from onchip.kernels.hopper import arguments, repair, repeated, workspace
 from onchip.kernels.hopper.config import Config, choose_forward, most_pieces
 from onchip.problem import Mask
@@ -83,7 +84,7 @@ GROUPED = {
 }  # fmt: skip
 # Few sequences, whose keys are cut into pieces: the case, and CTAs to be kept busy.
 PIECES = {
-    "two": (Case((20,), (850,), page=16, causal=True, **GROUPS_OF_4), 4),
+    "two": (Case((20,), (1100,), page=16, causal=True, **GROUPS_OF_4), 4),
     "several": (Case((20, 20), (1250, 300), page=64, causal=True, **GROUPS_OF_4), 20),
     "empty": (Case((9,) * 3, (900, 0, 100), page=16, causal=True, sinks=True, heads=16), 30),
     "packed": (Case((20, 0, 7), (1300, 9, 600), packed=True, causal=True, **GROUPS_OF_4), 30),
@@ -91,7 +92,12 @@ PIECES = {
     "dense": (Case((100,), (1000,), causal=True, heads=4, kv_heads=2), 20),
     # Without a value that is not finite nothing is made again.
     "finite": (Case((20, 20), (900, 900), causal=True, heads=16), 20),
-    "finite_pairs": (Case((20, 20), (600, 600), causal=True, heads=16), 12),
+    "finite_pairs": (Case((20, 20), (900, 900), causal=True, heads=16), 12),
+    "sixteen": (Case((16,), (4200,), page=16, causal=True, **GROUPS_OF_4), 40),
+    # Heads of a group that do not fill a tile together, or more queries than one holds.
+    "apart": (Case((130,), (700,), causal=True, heads=3, kv_heads=1), 20),
+    "apart_full": (Case((40,), (900,), page=16, heads=2), 12),
+    "chunk": (Case((128,), (900,), page=64, causal=True, heads=4, kv_heads=2), 16),
     "rising": (Case((20,), (1500,), causal=True, **GROUPS_OF_4), 20),
 }
 POISONED = Case((170,), (170,), heads=1, causal=True)
@@ -323,6 +329,8 @@ def _few_queries(**changes):
         ({"seqlen_k": 32768}, 4),
         ({"seqlen_k": 32768, "seqlen_q": 32}, 8),
         ({"seqlen_k": 16384, "seqlen_q": 16, "batch": 8}, 2),
+        ({"seqlen_k": 32768, "seqlen_q": 8}, 16),
+        ({"seqlen_k": 32768, "seqlen_q": 128}, 2),
         ({"batch": 32}, 1),
         ({"seqlen_k": 256}, 1),
         ({"seqlen_k": 32768, "mask": Mask(1000, 0)}, 1),
@@ -342,9 +350,36 @@ def test_keys_of_few_tiles_are_cut(changes, pieces):
 
 def test_which_calls_have_the_heads_of_a_group_side_by_side():
     assert choose_forward(_few_queries()).grouped
-    for other in ({"seqlen_q": 128}, {"num_heads": 24}, {"num_heads": 8}, {"alibi": 1},
+    assert choose_forward(_few_queries(seqlen_q=256, num_heads=32)).grouped  # few tiles
+    for other in ({"seqlen_q": 128, "batch": 2}, {"num_heads": 24}, {"num_heads": 8}, {"alibi": 1},
                   {"head_dim": 192}):  # fmt: skip
         assert not choose_forward(_few_queries(**other)).grouped, other
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"seqlen_k": 32768, "num_heads": 32}, "hopper"),  # 256 rows
+        ({"batch": 4, "num_heads": 32}, "decode"),  # cut in two, and short
+        ({"batch": 4, "num_heads": 32, "seqlen_k": 8192}, "hopper"),
+        ({"batch": 5, "num_heads": 32, "seqlen_k": 8192}, "decode"),  # 80 CTAs
+        ({"num_heads": 8, "num_kv_heads": 2, "seqlen_k": 32768}, "decode"),  # 64 CTAs
+        ({"seqlen_q": 16, "seqlen_k": 32768}, "decode"),  # 128 rows
+        ({"seqlen_q": 16, "batch": 32}, "hopper"),
+        ({"seqlen_q": 16, "seqlen_k": 32768, "head_dim": 64, "head_dim_v": 64}, "hopper"),
+        ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 64, "head_dim_v": 64}, "decode"),
+        ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "hopper"),
+        ({"seqlen_q": 2, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "decode"),
+        ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256}, "hopper"),
+        ({"num_heads": 8}, "decode"),
+        ({"seqlen_k": 32768, "num_heads": 32, "num_splits": 1}, "decode"),
+        ({"seqlen_k": 32768, "num_heads": 32, "mask": Mask(1000, 0)}, "decode"),
+    ],
+    ids=str,
+)
+def test_which_calls_of_few_queries_it_takes(changes, kernel):
+    problem = replace(_few_queries(**changes), device="cuda", arch="sm_90", seqused_k=True)
+    assert dispatch.choose(problem).name == kernel
 
 
 def test_a_stream_outgrows_less_memory_than_it_has(monkeypatch):

@@ -143,6 +143,24 @@ def test_heads_of_a_group_side_by_side(forward, name, dim, dtype):
         check(call, *forward.launch(call.problem, call.tensors))
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((128,), (8000,), page=16, causal=True, sinks=True, heads=16, kv_heads=4),
+        Case((200, 200), (3000, 450), page=64, causal=True, heads=8, kv_heads=1),
+        Case((130, 130), (2900, 300), used=True, heads=3, kv_heads=3),
+        Case((300,), (5000,), causal=True, heads=6, kv_heads=2),
+    ],
+    ids=["groups", "two", "heads", "groups_of_3"],
+)
+def test_keys_of_few_tiles_are_cut(forward, case, dim):
+    call = build(replace(case, dim=dim, dim_v=dim, dtype=BF16), "cuda")
+    assert most_pieces(choose_forward(call.problem), call.problem, NUM_SMS) > 1
+    for _ in range(2):
+        check(call, *forward.launch(call.problem, call.tensors))
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_pieces_keep_what_is_not_finite_to_its_rows(forward, poison):
     call = build(replace(SHORT["dense"], dim=128, dim_v=128, dtype=BF16), "cuda")
@@ -160,13 +178,13 @@ def test_sums_of_pieces_that_overflow_are_made_again(forward):
         check(call, *forward.launch(call.problem, call.tensors))
 
 
-@pytest.mark.parametrize("batch, pieces", [(1, 8), (4, 2)])
-def test_pieces_in_graphs_and_again_and_again(forward, batch, pieces):
+@pytest.mark.parametrize("batch, seqlen_q, pieces", [(1, 64, 8), (4, 64, 2), (1, 16, 15)])
+def test_pieces_in_graphs_and_again_and_again(forward, batch, seqlen_q, pieces):
     """Which piece comes last changes no bit, and lengths change between replays.
 
     Pages are full, so that no row is made again.
     """
-    case = Case((64,) * batch, (9008,) * batch, page=16, causal=True, heads=32, kv_heads=4)
+    case = Case((seqlen_q,) * batch, (9008,) * batch, page=16, causal=True, heads=32, kv_heads=4)
     call = build(replace(case, dim=128, dim_v=128, dtype=BF16), "cuda")
     assert most_pieces(choose_forward(call.problem), call.problem, NUM_SMS) == pieces
     out, lse = forward.launch(call.problem, call.tensors)

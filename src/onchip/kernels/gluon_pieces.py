@@ -1,17 +1,17 @@
 """What several programs found for 64 rows, one for each piece of the keys, is put together.
 
-Method: each program puts aside what it has and counts itself as come. Of two pieces the last
-comer adds the other one to its own. Of more it merges all, 16 rows after 16 rows, and whoever
-still waits then helps: rows are handed out by a second counter. Nobody must wait: a program that
-has looked for the others some times in vain leaves, and where programs are more than run at once
-none waits. Who comes last changes no bit of the result: several pieces are added in their order,
-and the weights of two are powers of two, which are exact. The last to leave clears the counters.
+Two ways. In the Hopper forward (`arrive` to `leave`) each program puts aside what it has, counts
+itself as come, and waits some time for the others; when all are there each merges a share of the
+rows of all pieces, in their order. A program that waits in vain leaves, since the others may not
+even run yet, and the last one takes its share too; where programs are more than run at once none
+waits. The last to be through clears the counters.
 
-The Hopper forward does that. `decode_tall` joins neighbours (`claim` to `with_neighbour`): pieces 0
-and 1 become one, 2 and 3, then these two, and so on. Whoever claims a pair first hands over and is
-done; the other one goes on with the sum. It waits only for a program that has claimed, so runs, and
-waits for nobody. H200, 2026-11-30, us, the first way and this one: 8 sequences of 16k, four pieces
-139.5 and 134.7, two 140.8 and 139.4; 3 of 16k, five pieces 68.1 and 65.5.
+`decode_tall` joins neighbours (`claim` to `with_neighbour`): pieces 0 and 1 become one, 2 and 3,
+then these two, and so on. Whoever claims a pair first hands over and is done; the other one goes on
+with the sum. It waits only for a program that has claimed, so runs, and waits for nobody.
+
+Who comes last changes no bit of the result: pieces are added in one order, and the weights of two
+neighbours are powers of two, which are exact.
 
 Legend: D_v head dimension, KEPT rows of a program that can exist, W number of a warpgroup.
 """
@@ -25,10 +25,9 @@ from triton.experimental import gluon
 from onchip.kernels.gluon_names import gl, wait_for_all
 
 LOWEST = gl.constexpr(-3.0e38)  # the maximum of nothing
-SLAB = gl.constexpr(16)  # rows that are merged at a time
-SLABS = gl.constexpr(4)  # of a warpgroup
 POLLS = 16  # how often a program looks for the others: about 10 us on an H200
-_AT_ONCE = gl.constexpr(4)  # pieces whose loads are under way together
+_COME = gl.constexpr(0xFF)  # of a state: how many have come; above them who has left, by rank
+_GONE = gl.constexpr(8)
 _SLAB_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
@@ -37,9 +36,9 @@ class Partials(NamedTuple):
 
     out: object  # (pieces, KEPT, D_v) float32, not divided
     stats: object  # (pieces, KEPT, 2): maximum of the base 2 logits, sum
-    counters: object  # (pieces, warpgroups, 2). In the first way a warpgroup has 4 numbers from the
-    # first piece's place on: come, handed out, left. By neighbours a pair has the 2 of the piece
-    # that its right half begins with: claims, and whether one has put itself aside
+    counters: object  # (pieces, warpgroups, 2). In the first way a warpgroup has 2 numbers from
+    # the first piece's place on: its state, and how many are through. By neighbours a pair has
+    # the 2 of the piece that its right half begins with: claims, and whether one put itself aside
 
 
 class Branch(NamedTuple):
@@ -52,8 +51,8 @@ class Branch(NamedTuple):
 
 @gluon.jit
 def _counter(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Three counters of a warpgroup's rows; there are two pieces at least."""
-    return to.counters + branch.first * (2 * WARPGROUPS) + 4 * W
+    """A warpgroup's two counters of its sequence."""
+    return to.counters + branch.first * (2 * WARPGROUPS) + 2 * W
 
 
 @gluon.jit
@@ -94,10 +93,57 @@ def put_aside(acc, top, total, piece, num_rows, to: Partials, W: gl.constexpr,
 
 
 @gluon.jit
-def come(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Counts a piece that was put aside; how many have come."""
+def arrive(
+    branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr, WAITS: gl.constexpr
+):
+    """Counts a piece that was put aside, and waits for the others.
+
+    Returns:
+        How many came before, and the state: all have come, or this one leaves.
+    """
+    counter = _counter(branch, to, W, WARPGROUPS)
     wait_for_all()  # all threads' stores come before the one thread's count
-    return gl.atomic_add(_counter(branch, to, W, WARPGROUPS), 1, sem="acq_rel") + 1
+    rank = gl.atomic_add(counter, 1, sem="acq_rel")
+    state = rank + 1
+    rank = rank & _COME
+    tries = rank * 0
+    while ((state & _COME) < branch.count) & (tries < WAITS):
+        state = gl.atomic_add(counter, 0, sem="acquire")
+        tries += 1
+    leaves = rank < 0
+    while ((state & _COME) < branch.count) & (leaves == 0):
+        found = gl.atomic_cas(counter, state, state | (1 << (rank + _GONE)), sem="acq_rel")
+        leaves = found == state
+        state = found
+    return rank, state
+
+
+@gluon.jit
+def is_mine(share, rank, state, branch: Branch):
+    """Whether a program merges a share of the rows: its own, or that of one that has left."""
+    gone = (state >> (share + _GONE)) & 1
+    mine = (share == rank) | ((rank == branch.count - 1) & (gone > 0))
+    return mine & ((state & _COME) == branch.count)
+
+
+@gluon.jit
+def leave(
+    state, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    """The program needs the counters no more; the last one clears them.
+
+    One thread does that, and the others do not wait for its answer.
+    """
+    others = branch.count - 1
+    for i in gl.static_range(SHARES - 1):
+        others -= (state >> (i + _GONE)) & 1
+    x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    one = (x == 0) & ((state & _COME) == branch.count)
+    counter = _counter(branch, to, W, WARPGROUPS) + x * 0
+    through = gl.atomic_add(counter + 1, x * 0 + 1, mask=one, sem="relaxed")
+    gl.store(counter, x * 0, mask=one & (through == others))
+    gl.store(counter + 1, x * 0, mask=one & (through == others))
 
 
 @gluon.jit
@@ -124,16 +170,6 @@ def with_piece(acc, top, total, other, num_rows, to: Partials, W: gl.constexpr,
     acc = acc * gl.convert_layout(weight, ROWS)[:, None]
     acc += out * gl.convert_layout(other_weight, ROWS)[:, None]
     return acc, both, own + others
-
-
-@gluon.jit
-def with_other(
-    acc, top, total, branch: Branch, num_rows, to: Partials, W: gl.constexpr,
-    WARPGROUPS: gl.constexpr, KEPT: gl.constexpr,
-):  # fmt: skip
-    """The last comer's piece with the other one of two, both `in_whole_powers`."""
-    gl.store(_counter(branch, to, W, WARPGROUPS), 0)
-    return with_piece(acc, top, total, branch.first + 1 - branch.index, num_rows, to, W, KEPT)
 
 
 @gluon.jit
@@ -189,66 +225,33 @@ def with_neighbour(
 
 
 @gluon.jit
-def all_came(
-    num_come, branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr,
-    WAITS: gl.constexpr,
-):  # fmt: skip
-    """Whether all pieces of the sequence are there, now or after some waiting."""
-    counter = _counter(branch, to, W, WARPGROUPS)
-    tries = num_come * 0
-    while (num_come < branch.count) & (tries < WAITS):
-        num_come = gl.atomic_add(counter, 0, sem="acquire")
-        tries += 1
-    return num_come == branch.count
-
-
-@gluon.jit
-def next_slab(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The number of 16 rows that nobody has merged yet; from `SLABS` on there are none."""
-    return gl.atomic_add(_counter(branch, to, W, WARPGROUPS) + 1, 1, sem="relaxed")
-
-
-@gluon.jit
-def leave(branch: Branch, to: Partials, W: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """The program is through with its piece; the last one clears the counters."""
-    counter = _counter(branch, to, W, WARPGROUPS)
-    if gl.atomic_add(counter + 2, 1, sem="acq_rel") == branch.count - 1:
-        for i in gl.static_range(3):
-            gl.store(counter + i, 0)
-
-
-@gluon.jit
 def merged(slab, branch: Branch, num_rows, to: Partials, W: gl.constexpr, KEPT: gl.constexpr,
-           WIDTH: gl.constexpr):  # fmt: skip
-    """16 rows of all pieces.
+           WIDTH: gl.constexpr, SHARES: gl.constexpr):  # fmt: skip
+    """Slab number `slab` of 64 / SHARES rows of all pieces, whose loads are under way together.
 
     Returns:
-        Their outputs (16, D_v), maxima and sums (16,), and their numbers among the program's.
+        Their outputs (rows, D_v), maxima and sums (rows,), and their numbers among the program's.
     """
+    SLAB: gl.constexpr = 64 // SHARES
     ROWS: gl.constexpr = gl.SliceLayout(1, _SLAB_LAYOUT)
     row = W * 64 + slab * SLAB + gl.arange(0, SLAB, ROWS)
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, _SLAB_LAYOUT))
-    top = gl.full([SLAB], LOWEST, gl.float32, ROWS)
+    tops, sums, outs = (), (), ()
+    for i in gl.static_range(SHARES):
+        seen = (row < num_rows) & (i < branch.count)
+        at = gl.cast(branch.first + i, gl.int64) * KEPT + row
+        tops = tops + (_from_l2(to.stats + at * 2, seen, LOWEST),)
+        sums = sums + (_from_l2(to.stats + at * 2 + 1, seen, 0.0),)
+        places = (at * WIDTH)[:, None] + column[None, :]
+        outs = outs + (_from_l2(to.out + places, seen[:, None], 0.0),)
+    top = tops[0]
+    for i in gl.static_range(1, SHARES):
+        top = gl.maximum(top, tops[i])
     total = gl.zeros([SLAB], gl.float32, ROWS)
     acc = gl.zeros([SLAB, WIDTH], gl.float32, _SLAB_LAYOUT)
-    for start in range(0, branch.count, _AT_ONCE):
-        tops, sums, outs = (), (), ()
-        for i in gl.static_range(_AT_ONCE):
-            seen = (row < num_rows) & (start + i < branch.count)
-            at = gl.cast(branch.first + start + i, gl.int64) * KEPT + row
-            tops = tops + (_from_l2(to.stats + at * 2, seen, LOWEST),)
-            sums = sums + (_from_l2(to.stats + at * 2 + 1, seen, 0.0),)
-            places = (at * WIDTH)[:, None] + column[None, :]
-            outs = outs + (_from_l2(to.out + places, seen[:, None], 0.0),)
-        now = top
-        for i in gl.static_range(_AT_ONCE):
-            now = gl.maximum(now, tops[i])
-        weight = gl.exp2(top - now)
-        acc = acc * weight[:, None]
-        total = gl.where(total < float("inf"), total * weight, total)
-        for i in gl.static_range(_AT_ONCE):
-            weight = gl.exp2(tops[i] - now)
-            acc += outs[i] * weight[:, None]
-            total += gl.where(sums[i] < float("inf"), sums[i] * weight, sums[i])
-        top = now
+    for i in gl.static_range(SHARES):
+        weight = gl.exp2(tops[i] - top)
+        acc += outs[i] * weight[:, None]
+        # A sum that overflowed stays so, whatever its weight.
+        total += gl.where(sums[i] < float("inf"), sums[i] * weight, sums[i])
     return acc, top, total, row

@@ -37,6 +37,8 @@ _DTYPES = {
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUM_BEFORE_SIZES = 3  # a launch's numbers before them
+#: Shares of 64 rows that pieces' programs merge: two, so that there are not many variants.
+_FEW_SHARES, _MANY_SHARES = 8, 16
 _MAX_CALLS = 128  # sets of addresses that a launch knows
 
 
@@ -63,6 +65,8 @@ class Code:
         heads: of a group that lie side by side in a tile; 1 where a tile is one head's.
         in_pieces: whether keys are cut into pieces, each a tile, which meet in `gluon_pieces`.
         waits: how often a piece's program looks for the others.
+        shares: of the rows that pieces' programs merge, no fewer than pieces.
+        is_alone: whether a tile is its CTA's only one, with pieces.
     """
 
     config: Config
@@ -87,6 +91,8 @@ class Code:
     heads: int = 1
     in_pieces: bool = False
     waits: int = 0
+    shares: int = 0
+    is_alone: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -116,7 +122,7 @@ class Code:
     @property
     def is_uneven(self) -> bool:
         """Whether a counter hands out tiles, since they differ in length."""
-        return (self.is_cut and not self.is_folded) or self.in_pieces
+        return ((self.is_cut and not self.is_folded) or self.in_pieces) and not self.is_alone
 
     @property
     def is_cut(self) -> bool:
@@ -363,12 +369,18 @@ def _resolve(kernel, config: Config, problem: Problem, tensors: Tensors, out: Te
 def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     """The code for so many CTAs: not folded where one of them would get a second tile."""
     code = code_of(config, problem)
-    if most_pieces(config, problem, num_ctas) > 1:
+    pieces = most_pieces(config, problem, num_ctas)
+    if pieces > 1:
         # Q in registers would spill beside what merges.
         config = replace(config, q_in_registers=False)
-        code = replace(code, config=config, in_pieces=True, skips=False)
+        # A piece's last K/V tile is not the rows' last one: nothing is known of its edge.
+        changes = {"skips": False, "cuts_two": code.has_right}
+        code = replace(code, config=config, in_pieces=True, **changes)
         runs_at_once = sizes_of(code, problem, num_ctas)[_NUM_TILES] <= num_ctas
-        return replace(code, waits=POLLS if runs_at_once else 0)
+        shares = _MANY_SHARES if pieces > _FEW_SHARES else _FEW_SHARES
+        is_alone = runs_at_once and not code.packed_q
+        waits = POLLS if runs_at_once else 0
+        return replace(code, shares=shares, waits=waits, is_alone=is_alone)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
         return code
     if code.is_folded:

@@ -10,14 +10,13 @@ from functools import lru_cache
 
 import torch
 
-from onchip.kernels import NUM_SMS, is_grouped
+from onchip.kernels import MOST_FORWARD_PIECES, NUM_SMS, has_few_tiles, is_grouped
 from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.
 WARPGROUP_ROWS = 64
 #: Bytes of K and V that CTAs working at the same time should share in the L2 cache.
 L2_BUDGET_BYTES = 16 << 20
-_MOST_PIECES = 8  # of the keys of a tile: their meeting takes 2 us for each (H200, 2026-11-30)
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,9 @@ def choose_forward(problem: Problem) -> Config:
     grouped = is_grouped(problem)
     if laden:
         return replace(_LADEN[width], maxima=True, grouped=grouped)
-    if grouped and width == 64:  # three warpgroups spill beside what merges pieces
-        return replace(_USUAL_64, grouped=True)
+    if width == 64 and (grouped or has_few_tiles(problem)):
+        # Three warpgroups spill beside what merges pieces.
+        return replace(_USUAL_64, grouped=grouped)
     config = replace(_CONFIGS[width, causal], grouped=grouped)
     if problem.dtype != torch.bfloat16:
         config = replace(config, lags=False)
@@ -131,12 +131,16 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
     A CTA's start and end take about as long as three tiles, and so does the meeting of pieces;
     where not all run at once the last one merges them alone. A number of splits is the caller's
     (one: the sums of a sequence must not hang on its neighbours), and rows that fill two waves
-    are not cut, so that partial results take no more than `_MOST_PIECES` times that room.
+    are not cut, so that partial results take no more than `MOST_FORWARD_PIECES` times that room.
     """
-    if not config.grouped or problem.mask.left >= 0 or problem.num_splits:
+    same_width = problem.head_dim == problem.head_dim_v
+    cut = config.grouped or (has_few_tiles(problem) and same_width and problem.alibi == 0)
+    cut = cut and not config.folded and config.warpgroups == 2  # three spill beside what merges
+    if not cut or problem.mask.left >= 0 or problem.num_splits:
         return 1
-    num_rows = -(-problem.seqlen_q * problem.group // config.block_m)
-    num_rows *= problem.batch * problem.num_kv_heads
+    group = problem.group if config.grouped else 1
+    num_rows = -(-problem.seqlen_q * group // config.block_m)
+    num_rows *= problem.batch * problem.num_heads // group
     if num_rows > 2 * num_ctas:
         return 1
     num_tiles = -(-problem.seqlen_k // config.block_n)
@@ -146,7 +150,7 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
         alone = 0.6 * pieces if waves > 1 else 0.0
         return waves * (-(-num_tiles // pieces) + 3) + (3 + alone) * (pieces > 1)
 
-    return min(range(1, max(1, min(_MOST_PIECES, num_tiles // 2)) + 1), key=cost)
+    return min(range(1, max(1, min(MOST_FORWARD_PIECES, num_tiles // 2)) + 1), key=cost)
 
 
 def _is_single(problem: Problem) -> bool:

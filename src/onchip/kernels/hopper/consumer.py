@@ -47,6 +47,7 @@ from onchip.kernels.hopper.tiles import (
     View,
     end_of_keys,
     end_of_tile,
+    exists,
     masked,
     num_before_the_left,
     num_cut_on_the_right,
@@ -76,7 +77,11 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
         return read(done, n, at.notes, C)
     else:
         t = number_of(done)
-        return t < n.num_tiles, tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
+        tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
+        more = t < n.num_tiles
+        if C.is_alone:
+            more = more & exists(tile, n, C)
+        return more, tile
 
 
 @gluon.jit
@@ -417,9 +422,10 @@ def consumer(
                 count += 1
 
         done += 1
-        if C.is_folded:  # the CTA's only tile
+        if C.is_folded or C.is_alone:  # the CTA's only tile
             walk = _summed(walk, count, at, C)
-            finish(walk, at.q.index(i), full > cut, view, terms, to, n, W, C)
+            o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
+            finish(walk, o, full > cut, view, terms, to, n, W, C)
             more = done < 0
         else:
             more, walk, view, count, end = _turn_over(

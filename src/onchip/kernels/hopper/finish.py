@@ -9,17 +9,12 @@ from triton.experimental import gluon
 
 from onchip.kernels.gluon_pieces import (
     LOWEST,
-    SLAB,
-    SLABS,
     Branch,
-    all_came,
-    come,
-    in_whole_powers,
+    arrive,
+    is_mine,
     leave,
     merged,
-    next_slab,
     put_aside,
-    with_other,
 )
 from onchip.kernels.hopper.gluon_names import gl
 from onchip.kernels.hopper.results import note_leaks, store_lse, store_rows, store_tile
@@ -68,27 +63,20 @@ def _put_together(
     """Merges a piece with the others of its keys and stores rows of which all are there."""
     WARPGROUPS: gl.constexpr = C.warpgroups
     KEPT: gl.constexpr = C.block_m
-    WIDTH: gl.constexpr = C.width_v
-    WAITS: gl.constexpr = C.waits
-    acc, top, l = in_whole_powers(acc, top, l)
+    SHARES: gl.constexpr = C.shares
     put_aside(acc, top, l, branch.first + branch.index, KEPT, to.partials, W, KEPT)
-    num_come = come(branch, to.partials, W, WARPGROUPS)
-    if branch.count == 2:
-        if num_come == 2:
-            acc, top, l = with_other(acc, top, l, branch, KEPT, to.partials, W, WARPGROUPS, KEPT)
-            _hand_over(acc, top, l, l == float("inf"), o, view, terms, to, n, C)
-    else:
-        if all_came(num_come, branch, to.partials, W, WARPGROUPS, WAITS):
-            slab = next_slab(branch, to.partials, W, WARPGROUPS)
-            while slab < SLABS:
-                sums, maxima, total, rows = merged(slab, branch, KEPT, to.partials, W, KEPT, WIDTH)
-                first = W * 64 + slab * SLAB
-                part = View(view.tile, view.tile.row + first, rows - first, view.columns,
-                            view.slope)  # fmt: skip
-                out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
-                store_rows(out.to(o.dtype), part, to, n, C)
-                slab = next_slab(branch, to.partials, W, WARPGROUPS)
-        leave(branch, to.partials, W, WARPGROUPS)
+    rank, state = arrive(branch, to.partials, W, WARPGROUPS, C.waits)
+    leave(state, branch, to.partials, W, WARPGROUPS, SHARES)
+    for share in range(branch.count):
+        start = gl.where(is_mine(share, rank, state, branch), share, SHARES)
+        for slab in range(start, SHARES, branch.count):
+            sums, maxima, total, rows = merged(
+                slab, branch, KEPT, to.partials, W, KEPT, C.width_v, SHARES
+            )
+            first = W * 64 + slab * (64 // SHARES)
+            part = View(view.tile, view.tile.row + first, rows - first, view.columns, view.slope)
+            out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
+            store_rows(out.to(o.dtype), part, to, n, C)
 
 
 @gluon.jit

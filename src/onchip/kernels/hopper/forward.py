@@ -53,8 +53,10 @@ no more tiles than there are multiprocessors are folded instead: one warpgroup t
 far from the first row as the other's from the last, and all CTAs end at about the same time.
 
 Fewer than 128 queries do not fill a tile. Its rows are then the heads of a group, query after
-query (a box of queries x heads by TMA), and K and V are read once for all of them. With few such
-tiles their keys are cut into pieces, which the last one merges (`gluon_pieces.py`).
+query (a box of queries x heads by TMA), and K and V are read once for all of them. Where there are
+few tiles, for such queries or for more of them over long keys, the keys are cut into pieces, whose
+programs merge a share of the rows each (`gluon_pieces.py`). Each CTA has one piece then, if all run
+at a time: nothing is drawn or told.
 
 It does not do: pages of other sizes than `onchip.kernels` says, quantised keys, user functions,
 dropout.

@@ -138,8 +138,10 @@ def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
 def first_with_keys(source: Inputs, n: Sizes, C: gl.constexpr):
     """`first_tile`, or a later one if that is a piece for which there are no keys."""
     more, spot, tile = first_tile(source, n, C)
-    if C.in_pieces:  # noqa: SIM102 (one is decided by the compiler, one at run time)
-        if more & (exists(tile, n, C) == 0):
+    if C.in_pieces:
+        if C.is_alone:
+            more = more & exists(tile, n, C)
+        elif more & (exists(tile, n, C) == 0):
             more, spot, tile = next_tile(0, spot, source, n, C)
     return more, spot, tile
 
@@ -201,7 +203,10 @@ def producer(source: Inputs, at: Shared, n: Sizes, C: gl.constexpr):
             due = following
             count += 1
         done += 1
-        more, spot, tile = next_tile(done, spot, source, n, C)
-        if C.is_uneven:
-            post(tile, more, done - C.num_known, at.notes, C)
+        if C.is_alone:
+            more = done < 0
+        else:
+            more, spot, tile = next_tile(done, spot, source, n, C)
+            if C.is_uneven:
+                post(tile, more, done - C.num_known, at.notes, C)
     _load_v(source, at, count, due, C)
