@@ -57,8 +57,9 @@ def test_import_brings_no_kernel_and_no_kernel_language(import_probe):
     languages = ("triton", "cutlass", "tilelang", "cuda")
     assert [m for m in modules if m.split(".")[0] in languages] == []
     kernels = [m for m in modules if m.startswith("onchip.kernels.")]
-    # Arithmetic, no launch: rotary embedding, and how float8 tensors lie in memory.
-    assert set(kernels) <= {"onchip.kernels.common", "onchip.kernels.fp8_layout"}
+    # Arithmetic, no launch: rotary embedding, how float8 tensors lie in memory, choices.
+    allowed = {f"onchip.kernels.{name}" for name in ("common", "fp8_layout", "rows")}
+    assert set(kernels) <= allowed
 
 
 def test_version_matches_pyproject():

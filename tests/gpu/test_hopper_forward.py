@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 import onchip
 from onchip import reference
-from onchip.kernels import KERNELS, NUM_SMS
+from onchip.kernels import KERNELS
 from onchip.kernels.hopper.config import choose_forward, most_pieces
+from onchip.kernels.rows import NUM_SMS
 from tests.portable_cases import Case, build, check
 from tests.tolerance import check_gradients
 

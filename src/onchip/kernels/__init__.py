@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.kernels.rows import MANY_KEYS, NUM_SMS, reads_once, suits_tall
 from onchip.problem import Layout, Op, Problem
 
 ALL_FEATURES = frozenset(
@@ -37,18 +38,6 @@ ALL_FEATURES = frozenset(
 #: (one, and speculative ones). Others go there where keys are many. H200, 2026-11-30, causal, 1k
 #: to 32k keys: 1.3 to 17 times the speed of a forward that does not cut the keys.
 MAX_DECODE_QUERIES, FEW_QUERIES = 64, 16
-#: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-11-30: with
-#: 17 and more the walk for many rows takes as long as the other for up to 64, and less for more.
-FEW_ROWS = 16
-#: Query heads of one head of K that the Hopper forward can put side by side in a tile, and the
-#: rows of such a tile.
-GROUPS, TILE_ROWS = (2, 4, 8, 16, 32, 64), 128
-#: Multiprocessors of an H100 and an H200: programs beyond them gain nothing from cut keys.
-NUM_SMS = 132
-#: Most pieces that the Hopper forward cuts the keys of a tile into.
-MOST_FORWARD_PIECES = 16
-#: What counts as many keys.
-MANY_KEYS = 1024
 #: Most pieces of all sequences: CUDA's limit on programs in a grid's second dimension. Pieces that
 #: the decode chooses on its own are few where sequences are many.
 MAX_PIECES = 65535
@@ -210,78 +199,6 @@ _PORTABLE_LIMITS = {
 }
 
 
-def tall_block_n(problem: Problem) -> int:
-    """Keys of a tile of the decode's walk for many rows; see `portable.decode_config`."""
-    return 64 if problem.seqlen_q * problem.group <= 128 else 128
-
-
-def suits_tall(problem: Problem) -> bool:
-    """Whether the decode has its walk for many rows, which reads keys once for 128 of them."""
-    size = problem.page_size
-    # A page that holds all keys is one piece, if it is as long as a tile.
-    fits = size % tall_block_n(problem) == 0 or size in (16, 32, 64)
-    fits = fits or size >= max(problem.seqlen_k, tall_block_n(problem))
-    return (
-        problem.arch == "sm_90"
-        and problem.seqlen_q * problem.group > FEW_ROWS
-        and problem.head_dim == problem.head_dim_v == 128
-        and problem.dtype == problem.kv_dtype
-        and problem.dtype in (torch.float16, torch.bfloat16)
-        and fits
-        and problem.seqlen_k > 0
-        and problem.scale > 0
-        and problem.mask.left < 0
-        and not (problem.leftpad or problem.softcap or problem.alibi or problem.kv_scales)
-        and not problem.unaligned
-    )
-
-
-def is_grouped(problem: Problem) -> bool:
-    """Whether the Hopper forward fills its tiles with the heads of a group, queries being few."""
-    same_width = problem.head_dim == problem.head_dim_v
-    few = problem.seqlen_q < TILE_ROWS or has_few_tiles(problem)
-    return few and same_width and problem.group in GROUPS and problem.alibi == 0
-
-
-def has_few_tiles(problem: Problem) -> bool:
-    """Whether the Hopper forward has tiles for half of the multiprocessors, and keys to cut.
-
-    Not where splits are given: a sequence's bits must not depend on the number of its neighbours.
-    """
-    tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // TILE_ROWS)
-    is_few = tiles <= NUM_SMS // 2 and problem.seqlen_k >= 2 * problem.seqlen_q
-    return is_few and not problem.num_splits
-
-
-def _reads_once(problem: Problem) -> bool:
-    """Whether the Hopper forward is faster than the decode: it reads K and V once for many rows.
-
-    H200, 2026-11-30, bf16, pages of 16, us, here and by the decode. D = 128 (`suits_tall`), 8
-    heads of K: 256 rows, one sequence of 32k 66 and 73, two of 8k 44 and 46, of 4k 27 and 31; four
-    of 4k, cut in two, 44 and 41, of 8k 69 and 70; five of 8k, whose 80 tiles are not cut, 105 and
-    94; 512 rows, 3 sequences of 16k 197 and 212; 128 rows, 8 of 16k 145 and 139, 16 of 4k 76 and
-    74, 32 of 4k 143 and 146. D = 64: 64 rows, one of 32k 47 and 31, 8 of 8k 53 and 53; 128 rows 47
-    and 50, 53 and 92. D = 256: 32 rows 95 and 122, 147 and 230; 128 rows 97 and 225, 151 and 434.
-    """
-    rows = problem.seqlen_q * problem.group
-    is_wide = problem.head_dim > 128
-    takes = is_grouped(problem) or (is_wide and problem.group == 1)
-    takes = takes and problem.head_dim == problem.head_dim_v and problem.dtype == problem.kv_dtype
-    takes = takes and problem.mask.left < 0 and not (problem.leftpad or problem.kv_scales)
-    if not takes or _hopper_reasons(problem):
-        return False
-    if is_wide:
-        return rows > FEW_ROWS
-    tiles = problem.batch * problem.num_kv_heads * -(-rows // TILE_ROWS)
-    pieces = max(1, min(MOST_FORWARD_PIECES, NUM_SMS // max(tiles, 1)))
-    fills = 10 * tiles * pieces >= 7 * NUM_SMS
-    if not suits_tall(problem):
-        return rows > TILE_ROWS // 2 and fills
-    if rows <= TILE_ROWS:
-        return rows > TILE_ROWS // 2 and tiles >= 2 * NUM_SMS - 16
-    return fills and not (pieces == 2 and problem.seqlen_k < 6 * MANY_KEYS)
-
-
 def _decode_reasons(problem: Problem) -> list[str]:
     """It cuts keys, not queries: few queries over the keys of a cache, or over many."""
     if problem.seqlen_q > MAX_DECODE_QUERIES:
@@ -290,7 +207,7 @@ def _decode_reasons(problem: Problem) -> list[str]:
         return ["needs the lengths of paged keys as one tensor (seqused_k or cache_seqlens)"]
     # H200, 2026-11-30, 64 queries, us: 64/8 heads, 32 sequences of 4k 437 by the forward and 582,
     # 8 of 16k 426 and 477.
-    if not problem.num_splits and _reads_once(problem):
+    if not problem.num_splits and reads_once(problem) and not _hopper_reasons(problem):
         return ["is slower than hopper, whose tiles hold the heads of a group"]
     always = problem.seqused_k and problem.seqlen_q <= FEW_QUERIES
     if not always and problem.seqlen_k < MANY_KEYS:

@@ -1,4 +1,4 @@
-"""What the Hopper forward's launch hands to its kernel: descriptors, code and numbers.
+"""What the Hopper forward's launch hands to its kernel: code and numbers, and who keeps them.
 
 Legend: B batch, S_q / S_k lengths, H query heads, D head dimension.
 """
@@ -11,10 +11,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from onchip.bounded import Bounded
-from onchip.kernels import NUM_SMS
 from onchip.kernels.gluon_pieces import POLLS
 from onchip.kernels.hopper.config import (
     WARPGROUP_ROWS,
@@ -23,17 +21,13 @@ from onchip.kernels.hopper.config import (
     most_pieces,
     padded,
 )
-from onchip.kernels.hopper.gluon_names import TensorDescriptor
+from onchip.kernels.hopper.descriptors import descriptors
 from onchip.kernels.hopper.workspace import NUM_COUNTERS
 from onchip.kernels.launcher import Address, Described, Launch
+from onchip.kernels.rows import NUM_SMS
 from onchip.problem import Layout, Problem, Tensors
 
 LOG2E = math.log2(math.e)
-_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUM_BEFORE_SIZES = 3  # a launch's numbers before them
@@ -472,35 +466,6 @@ def heads_per_group(config: Config, problem: Problem) -> int:
     total = pairs * problem.seqlen_k * row_bytes
     num_groups = max(1, min(pairs, round(total / config.l2_bytes)))
     return -(-pairs // num_groups) * shared
-
-
-def descriptors(code: Code, tensors: Tensors, out: Tensor) -> list[TensorDescriptor]:
-    """q, k, v and out, read and written in tiles of one head's rows."""
-    width_o = code.width_v // 2 if code.q_buffers == 1 else code.width_v
-    return [
-        describe(tensors.q, WARPGROUP_ROWS, code.width, code.heads),
-        describe(tensors.k, code.box[0], code.box[1] or code.width),
-        describe(tensors.v, code.box[0], code.box[1] or code.width_v),
-        describe(out, WARPGROUP_ROWS, width_o, code.heads),
-    ]
-
-
-def describe(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
-    """(B, H, S, D), B = 1 when packed, in tiles of so many rows of one head.
-
-    With several heads side by side (B, S, H, D), in tiles of so many rows of all of them.
-    """
-    x = x.unsqueeze(0) if x.dim() == 3 else x
-    if heads == 1:
-        x = x.transpose(1, 2)
-    # A dimension of size 1 may have any stride, which TMA would refuse.
-    unit = 16 // x.element_size()
-    row = -(-x.shape[-1] // unit) * unit
-    strides = [row if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    block = [1, 1, rows, width] if heads == 1 else [1, rows // heads, heads, width]
-    dtype = _DTYPES[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)
 
 
 @lru_cache(maxsize=None)

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels import NUM_SMS
 from onchip.kernels.hopper.backward_config import BackwardConfig, padded
+from onchip.kernels.rows import NUM_SMS
 from onchip.problem import Layout, Problem, Saved, Tensors
 
 LOG2E = math.log2(math.e)

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from onchip.kernels import MOST_FORWARD_PIECES, NUM_SMS, has_few_tiles, is_grouped
+from onchip.kernels.rows import MOST_FORWARD_PIECES, NUM_SMS, has_few_tiles, is_grouped
 from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.

@@ -24,12 +24,12 @@ from onchip.kernels.hopper.arguments import (
     Code,
     Resolved,
     code_of,
-    describe,
     factors_of,
     num_sms,
     sizes_of,
 )
 from onchip.kernels.hopper.config import WARPGROUP_ROWS
+from onchip.kernels.hopper.descriptors import describe
 from onchip.kernels.hopper.fp8_config import FP8Config, choose_fp8
 from onchip.kernels.hopper.fp8_consumer import fp8_consumer
 from onchip.kernels.hopper.fp8_producer import fp8_producer

@@ -36,7 +36,8 @@ from onchip.kernels.fp8_layout import (
     transform,
     transform_gain,
 )
-from onchip.kernels.hopper.arguments import describe, num_sms
+from onchip.kernels.hopper.arguments import num_sms
+from onchip.kernels.hopper.descriptors import describe
 from onchip.kernels.hopper.fp8_quantise_tiles import (
     INFINITE,
     ROWS,

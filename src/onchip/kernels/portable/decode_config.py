@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import torch
 
-from onchip.kernels import MAX_PIECES, suits_tall, tall_block_n
+from onchip.kernels import MAX_PIECES
 from onchip.kernels.portable.config import padded
+from onchip.kernels.rows import suits_tall, tall_block_n
 from onchip.problem import Layout, Problem
 
 #: Most pieces that the keys of a sequence are cut into.
