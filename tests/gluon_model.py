@@ -10,8 +10,10 @@ buffer that is handed back too early gives wrong numbers, and a forgotten arriva
 from __future__ import annotations
 
 import math
+import random
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -307,6 +309,11 @@ def set_program(program: int) -> None:
     _role.program = program
 
 
+def program() -> int:
+    """This thread's program."""
+    return _role.program
+
+
 def launch(kernel, programs: int, *arguments) -> None:
     """Runs a kernel's programs one after the other, in the order in which a GPU starts them."""
     for program in range(programs):
@@ -314,12 +321,16 @@ def launch(kernel, programs: int, *arguments) -> None:
         kernel(*arguments)
 
 
-def launch_abreast(kernel, programs: int, *arguments) -> None:
-    """Runs all programs at once: for kernels whose programs wait for each other."""
+def launch_abreast(kernel, programs: int, *arguments, delay: float = 0.0) -> None:
+    """Runs all programs at once: for kernels whose programs wait for each other.
+
+    Each begins up to `delay` seconds late.
+    """
     errors = []
 
     def run(program):
         _role.program = program
+        time.sleep(random.uniform(0.0, delay))
         try:
             kernel(*arguments)
         except BaseException as error:

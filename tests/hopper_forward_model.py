@@ -134,7 +134,7 @@ class Pieces:
         return Memory(self.data[slot][..., rows, panel * 64 : (panel + 1) * 64])
 
 
-_cta = SimpleNamespace(barriers=NamedBarriers(), programs=1)
+_cta = SimpleNamespace(barriers={}, programs=1)  # of each program
 
 
 def _assembly(text, constraints, args, **kwargs):
@@ -143,7 +143,7 @@ def _assembly(text, constraints, args, **kwargs):
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:
         number, threads = int(args[0].flatten()[0]), args[0].numel()
-        getattr(_cta.barriers, found[1])(number, threads, int(found[2]))
+        getattr(_cta.barriers[gluon_model.program()], found[1])(number, threads, int(found[2]))
     return args[0]
 
 
@@ -265,7 +265,7 @@ def _packed_in_range(weights, sums, p, acc, l, m, dtype):
 consumer.packed_in_range = _packed_in_range
 
 
-def run(problem, tensors, programs: int, config: Config | None = None):
+def run(problem, tensors, programs: int, config: Config | None = None, delay: float | None = None):
     """out, lse and counters as the kernel leaves them; what it does not write stays NaN."""
     code = arguments.code_for(config or choose_forward(problem), problem, programs)
     sizes = arguments.sizes_of(code, problem, programs)
@@ -293,10 +293,13 @@ def run(problem, tensors, programs: int, config: Config | None = None):
     pointers += [None if x is None else Pointer(x) for x in optional]
     numbers = (*arguments.factors_of(problem), arguments.stride_of(tensors.block_table), *sizes)
     _cta.programs = min(programs, num_tiles)
-    for program in range(_cta.programs):
-        _cta.barriers = NamedBarriers()
-        gluon_model.set_program(program)
-        forward.attn_fwd_hopper(*descriptors, *pointers, *numbers, Pointer(partials), code)
+    _cta.barriers = {program: NamedBarriers() for program in range(_cta.programs)}
+    given = (*descriptors, *pointers, *numbers, Pointer(partials), code)
+    if delay is None:
+        gluon_model.launch(forward.attn_fwd_hopper, _cta.programs, *given)
+    else:
+        run_abreast = gluon_model.launch_abreast
+        run_abreast(forward.attn_fwd_hopper, _cta.programs, *given, delay=delay)
     assert int(counters[0]) == 0, "the counter of tiles is not as it was found"
     assert not counters[4:].any(), "counters of pieces are not as they were found"
     return out, lse, counters[:4]
@@ -313,7 +316,8 @@ def main(cases_file: str, out_file: str) -> None:
         raise_keys(call, entry.get("rise"))
         config = Config(**entry["config"]) if "config" in entry else None
         try:
-            found.append(run(call.problem, call.tensors, entry.get("programs", 3), config))
+            programs, delay = entry.get("programs", 3), entry.get("delay")
+            found.append(run(call.problem, call.tensors, programs, config, delay))
         except (AssertionError, Deadlock) as error:
             found.append(f"{type(error).__name__}: {error}")
     torch.save(found, out_file)

@@ -26,7 +26,7 @@ SHARED_BYTES = 227 << 10
 # The shapes of the speed goals, and every feature somewhere.
 FAST = [[dim, dim, name] for dim in (64, 128, 256) for name in ("full", "causal")]
 FAST += [[64, 64, "folded"], [128, 128, "folded"]]
-FAST += [[128, 128, "grouped"], [128, 128, "pieces"]]
+FAST += [[128, 128, "grouped"], [128, 128, "pieces"], [256, 256, "few"]]
 OTHERS = [
     [128, 128, "packed"],
     [128, 128, "window"],

@@ -6,6 +6,7 @@ NaN: a slot that is handed back too early, an arrival too many or one that is mi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -119,6 +120,9 @@ def _entries() -> list[dict]:
         found.append(entry | {"name": f"pieces-{name}"})
     config = asdict(choose_forward(build(found[-1]["case"]).problem))
     found[-1] |= {"config": config, "rise": OVERFLOWING}
+    for name, delay in itertools.product(("two", "full", "apart_full"), (0.0, 0.3)):
+        entry = next(x for x in found if x["name"] == f"pieces-{name}")
+        found.append(entry | {"name": f"abreast-{name}-{delay}", "delay": delay})
     for poison in (float("nan"), float("inf"), float("-inf")):
         case = replace(POISONED, dim=64, dim_v=64, dtype=torch.float16)
         found.append({"name": f"{poison}", "case": case, "poison": poison})
@@ -371,6 +375,11 @@ def test_which_calls_have_the_heads_of_a_group_side_by_side():
         ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "hopper"),
         ({"seqlen_q": 2, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "decode"),
         ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256}, "hopper"),
+        ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256, "alibi": 1}, "decode"),
+        ({"seqlen_q": 4, "num_kv_heads": 1, "head_dim": 256, "head_dim_v": 256}, "decode"),
+        # The forward takes multiples of 8.
+        ({"head_dim": 100, "head_dim_v": 100, "seqlen_q": 16, "seqlen_k": 32768}, "decode"),
+        ({"head_dim": 64, "head_dim_v": 64, "num_heads": 32, "seqlen_k": 1024}, "decode"),
         ({"num_heads": 8}, "decode"),
         ({"seqlen_k": 32768, "num_heads": 32, "num_splits": 1}, "decode"),
         ({"seqlen_k": 32768, "num_heads": 32, "mask": Mask(1000, 0)}, "decode"),
