@@ -146,7 +146,7 @@ def run(problem, tensors, changes: dict, num_sms=4):
     order = [(x, y) for x in range(units) for y in range(programs)]
     random.Random(0).shuffle(order)
     for program in order:
-        model._cta.barriers = model.NamedBarriers()
+        model._cta.barriers = {program: model.NamedBarriers()}
         set_program(program)
         decode_tall.attn_decode_tall(*given, *pointers, *partials, *numbers, spec,
                                      config.num_stages)  # fmt: skip

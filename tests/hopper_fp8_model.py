@@ -120,7 +120,7 @@ def run(problem, tensors, programs: int, config: FP8Config):
     strides = [n for x in tensors.scales for n in x.stride()]
     _cta.programs = min(programs, sizes[7])
     for program in range(_cta.programs):
-        _cta.barriers = NamedBarriers()
+        _cta.barriers = {program: NamedBarriers()}
         gluon_model.set_program(program)
         fp8.attn_fwd_fp8_hopper(
             *descriptors, *pointers, *strides, *arguments.factors_of(problem), *sizes, code
