@@ -119,12 +119,10 @@ def run(problem, tensors, programs: int, config: FP8Config):
     pointers += [None if x is None else Pointer(x) for x in optional]
     strides = [n for x in tensors.scales for n in x.stride()]
     _cta.programs = min(programs, sizes[7])
-    for program in range(_cta.programs):
-        _cta.barriers = {program: NamedBarriers()}
-        gluon_model.set_program(program)
-        fp8.attn_fwd_fp8_hopper(
-            *descriptors, *pointers, *strides, *arguments.factors_of(problem), *sizes, code
-        )
+    _cta.barriers = {program: NamedBarriers() for program in range(_cta.programs)}
+    factors = arguments.factors_of(problem)
+    given = (*descriptors, *pointers, *strides, *factors, *sizes, code)
+    gluon_model.launch(fp8.attn_fwd_fp8_hopper, _cta.programs, *given)
     assert int(counters[0]) == 0, "the counter of tiles is not as it was found"
     return out, lse
 

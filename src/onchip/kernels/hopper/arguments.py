@@ -57,10 +57,8 @@ class Code:
         is_causal: whether the right edge ends with the keys.
         is_short: whether no CTA has more than two tiles, so that how it ends counts.
         heads: of a group that lie side by side in a tile; 1 where a tile is one head's.
-        in_pieces: whether keys are cut into pieces, each a tile, which meet in `gluon_pieces`.
         waits: how often a piece's program looks for the others.
-        shares: of the rows that pieces' programs merge, no fewer than pieces.
-        is_alone: whether a tile is its CTA's only one, with pieces.
+        shares: of the rows that pieces' programs merge, no fewer than pieces; 0 without pieces.
     """
 
     config: Config
@@ -83,10 +81,8 @@ class Code:
     is_causal: bool
     is_short: bool = False
     heads: int = 1
-    in_pieces: bool = False
     waits: int = 0
     shares: int = 0
-    is_alone: bool = False
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "config"), name)
@@ -112,6 +108,16 @@ class Code:
     def is_ragged(self) -> bool:
         """Whether lengths are read on the device."""
         return self.packed_q or self.packed_k or self.has_used
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether keys are cut into pieces, each a tile, which meet in `gluon_pieces`."""
+        return self.shares > 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a tile is its CTA's only one, with pieces."""
+        return self.waits > 0 and not self.packed_q
 
     @property
     def is_uneven(self) -> bool:
@@ -369,12 +375,10 @@ def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
         config = replace(config, q_in_registers=False)
         # A piece's last K/V tile is not the rows' last one: nothing is known of its edge.
         changes = {"skips": False, "cuts_two": code.has_right}
-        code = replace(code, config=config, in_pieces=True, **changes)
-        runs_at_once = sizes_of(code, problem, num_ctas)[_NUM_TILES] <= num_ctas
         shares = _MANY_SHARES if pieces > _FEW_SHARES else _FEW_SHARES
-        is_alone = runs_at_once and not code.packed_q
-        waits = POLLS if runs_at_once else 0
-        return replace(code, shares=shares, waits=waits, is_alone=is_alone)
+        code = replace(code, config=config, shares=shares, **changes)
+        runs_at_once = sizes_of(code, problem, num_ctas)[_NUM_TILES] <= num_ctas
+        return replace(code, waits=POLLS if runs_at_once else 0)
     if code.is_folded and sizes_of(code, problem)[_NUM_TILES] <= num_ctas:
         return code
     if code.is_folded:
