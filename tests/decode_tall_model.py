@@ -2,6 +2,7 @@
 
 Programs run one after another, in an order of which no result may depend. So a claim is answered
 at once, and nobody waits for a neighbour that has claimed and is not done: that is left to the GPU.
+Where a case says `abreast` all of them run at once.
 
 Usage: decode_tall_model.py CASES.json OUT.pt
 """
@@ -16,7 +17,14 @@ import types
 from dataclasses import replace
 
 from tests import hopper_forward_model as model
-from tests.gluon_model import Deadlock, Memory, Pointer, _role, set_program
+from tests.gluon_model import (
+    Deadlock,
+    Memory,
+    Pointer,
+    _role,
+    launch_abreast,
+    set_program,
+)
 
 gl = model.gl
 
@@ -34,24 +42,25 @@ class Address(Pointer):
         return Address(self.x, self.offset + other)
 
 
-class Halves:
-    """A descriptor of (P, N / 8, H_kv * 2, 8, 64): boxes of rows of one head."""
+class Panels:
+    """A descriptor of (P, N / 8, H_kv * D / 64, 8, 64): boxes of rows of one head."""
 
     def __init__(self, x: torch.Tensor, rows: int):
         self.x, self.rows, self.dtype, self.layout = x, rows, x.dtype, None
 
     def read(self, place):
-        page, group, half, row, column = (int(p) for p in place)
-        assert group >= 0 and half % 2 == row == column == 0
+        page, group, panel, row, column = (int(p) for p in place)
+        panels = self.x.shape[-1] // 64
+        assert group >= 0 and panel % panels == row == column == 0
         if not 0 <= page < len(self.x):
-            return torch.zeros(self.rows // 8, 2, 8, 64, dtype=self.dtype)
-        found = self.x[page, group * 8 : group * 8 + self.rows, half // 2]
-        return _in_halves(found)
+            return torch.zeros(self.rows // 8, panels, 8, 64, dtype=self.dtype)
+        found = self.x[page, group * 8 : group * 8 + self.rows, panel // panels]
+        return _in_panels(found)
 
 
-def _in_halves(rows):
-    """Rows of 128 columns as they lie in shared memory: 8 of 64 columns, their other columns."""
-    return rows.view(-1, 8, 2, 64).transpose(1, 2)
+def _in_panels(rows):
+    """Rows as they lie in shared memory: 8 of 64 columns, then their next columns."""
+    return rows.view(-1, 8, rows.shape[-1] // 64, 64).transpose(1, 2)
 
 
 class Boxes:
@@ -65,7 +74,7 @@ class Boxes:
             return Memory(self.data[int(i)])
         slot, page = divmod(int(i), self.shape[0] // len(self.data))
         rows = self.shape[2] * 8
-        return Memory(_in_halves(self.data[slot, page * rows : (page + 1) * rows]))
+        return Memory(_in_panels(self.data[slot, page * rows : (page + 1) * rows]))
 
 
 def _cast(x, dtype):
@@ -115,27 +124,27 @@ decode_tall_tiles.operand = lambda p, dtype, spec: p
 decode_tall_tiles._marks = lambda words, dtype: (words & 0x7F807F80) + 0x00800080
 
 
-def run(problem, tensors, changes: dict, num_sms=4):
+def run(problem, tensors, changes: dict, abreast: bool, num_sms=4):
     """out and lse; what the kernel does not write stays NaN."""
     config = replace(choose_decode(problem, num_sms), **changes)
     assert config.tall
     # No launch merges here, however many pieces there are.
     spec = replace(decode_spec(config, problem, tensors), merged_rows=0)
     q, k, v = tensors.q, tensors.k, tensors.v
-    out = torch.full((*q.shape[:-1], 128), torch.nan, dtype=q.dtype)
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     rows = q.shape[:1] if q.dim() == 3 else q.shape[:2]
     lse = torch.full((*rows[:-1], problem.num_heads, rows[-1]), torch.nan)
     units, programs = problem.num_kv_heads * config.row_blocks, config.programs(problem, num_sms)
-    outs = torch.full((units * programs, spec.kept, 128), torch.nan)
+    outs = torch.full((units * programs, spec.kept, spec.width), torch.nan)
     stats = torch.full((units * programs, spec.kept, 2), torch.nan)
     counters = torch.zeros(units * programs * (spec.rows // 32), dtype=torch.int32)
     spec = decode_tall.tall_of(spec, (k, v))
     small = spec.pages_in_tile > 1
-    height, width = (spec.page_size, 64) if small else (spec.block_n, 128)
+    height, width = (spec.page_size, 64) if small else (spec.block_n, spec.width)
     flat = [x.as_strided((_span(x),), (1,)) for x in (q, v)]
     described = [model.Tiles(x, height, width) for x in (k, v)]
     if spec.whole_rows:
-        described = [Halves(x, height) for x in (k, v)]
+        described = [Panels(x, height) for x in (k, v)]
     t = tensors
     optional = (t.block_table, t.cu_seqlens_q, t.seqused_k, None, None, t.sinks, None, None)
     pointers = [None if x is None else Address(x) for x in optional]
@@ -145,11 +154,14 @@ def run(problem, tensors, changes: dict, num_sms=4):
     model._cta.programs = (units, programs)
     order = [(x, y) for x in range(units) for y in range(programs)]
     random.Random(0).shuffle(order)
-    for program in order:
-        model._cta.barriers = {program: model.NamedBarriers()}
-        set_program(program)
-        decode_tall.attn_decode_tall(*given, *pointers, *partials, *numbers, spec,
-                                     config.num_stages)  # fmt: skip
+    model._cta.barriers = {program: model.NamedBarriers() for program in order}
+    arguments = (*given, *pointers, *partials, *numbers, spec, config.num_stages)
+    if abreast:
+        launch_abreast(decode_tall.attn_decode_tall, order, *arguments)
+    else:
+        for program in order:
+            set_program(program)
+            decode_tall.attn_decode_tall(*arguments)
     assert not counters.any(), "counters are not as they were found"
     return out, lse
 
@@ -174,7 +186,7 @@ def main(cases_file: str, out_file: str) -> None:
                 x = getattr(call.tensors, name).transpose(1, 2).contiguous().transpose(1, 2)
                 setattr(call.tensors, name, x)
         try:
-            found.append(run(problem, call.tensors, entry["config"]))
+            found.append(run(problem, call.tensors, entry["config"], "abreast" in entry))
         except (AssertionError, Deadlock) as error:
             found.append(f"{type(error).__name__}: {error}")
     torch.save(found, out_file)

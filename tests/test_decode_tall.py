@@ -55,6 +55,30 @@ CUTS = (
 MANY_PIECES = {5: Case((5,), (350,), page=16, causal=True, **GQA),
                6: Case((5,), (350,), page=16, causal=True, **GQA),
                17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
+#: Pieces that share out rows, of one warpgroup and two, with a sequence of one piece, or none.
+_BALANCED = {"balanced": True, "splits": 3, "shares": 8}
+SHARED = {
+    "of_20_rows": (CASES["pages_of_16"], {"splits": 6, "shares": 8}),
+    "or_not": (CASES["unequal"], _BALANCED),
+    "of_equal": (Case((5,) * 3, (350, 300, 320), page=16, causal=True, **GQA), _BALANCED),
+    "of_80_rows": (Case((20, 20), (550, 10), page=64, causal=True, sinks=True, **GQA),
+                   {"splits": 5, "shares": 8}),
+    "packed": (CASES["packed"], {"splits": 3, "shares": 8}),
+    "of_two_blocks": (CASES["two_blocks"], {"splits": 4, "shares": 8}),
+    "of_17_tiles": (MANY_PIECES[17], {"splits": 16, "shares": 16}),
+    "wide": (replace(MANY_PIECES[17], dim=256, dim_v=256), {"splits": 9, "shares": 16}),
+}  # fmt: skip
+#: Of 256 columns, Q in shared memory.
+_WIDE = GQA | {"dim": 256, "dim_v": 256}
+WIDE = {
+    "pages_of_16": Case((5,) * 4, (350, 70, 0, 1), page=16, causal=True, **_WIDE),
+    "pages_of_256": Case((9, 9), (550, 10), page=256, causal=True, sinks=True, **_WIDE),
+    "unequal": Case((5,) * 5, (900, 10, 350, 0, 70), page=16, causal=True, **_WIDE),
+    "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_WIDE),
+    "dense": Case((15, 15), (350, 150), used=True, causal=True, **_WIDE),
+    "one_page": Case((15, 15), (77, 90), page=90, **_WIDE),
+    "not_finite": replace(SPOILT, dim=256, dim_v=256),
+}
 
 
 def _entries() -> dict[str, dict]:
@@ -71,6 +95,18 @@ def _entries() -> dict[str, dict]:
     for name in ("pages_of_16", "pages_of_64"):
         entry = {"case": CASES[name], "config": CUTS[1], "heads_first": True}
         found[f"heads_first-{name}"] = entry
+    for name, (case, config) in SHARED.items():
+        for order in ({}, {"abreast": True}):
+            found[f"shared-{name}{'-abreast' * len(order)}"] = {
+                "case": case, "config": {"balanced": False, "min_tiles": 1, **config}, **order
+            }  # fmt: skip
+    for name, case in WIDE.items():
+        for cut in CUTS:
+            kind = "balanced" if cut["balanced"] else cut["splits"]
+            found[f"wide-{name}-{kind}"] = {"case": case, "config": cut}
+    found["wide-not_finite-3"]["poison"] = found["wide-not_finite-balanced"]["poison"] = math.inf
+    entry = {"case": WIDE["pages_of_16"], "config": CUTS[1], "heads_first": True}
+    found["wide-heads_first"] = entry
     found["outweighed"] = {"case": OUTWEIGHED, "config": CUTS[1], "outweighs": True}
     return found
 
@@ -111,7 +147,7 @@ def test_what_it_takes():
     assert choose_decode(problem, 132).tall
     assert choose_decode(replace(problem, seqlen_q=64), 132).row_blocks == 2
     others = (
-        {"seqlen_q": 4}, {"arch": "sm_80"}, {"head_dim": 64, "head_dim_v": 64}, {"page_size": 8},
+        {"seqlen_q": 2}, {"arch": "sm_80"}, {"head_dim": 64, "head_dim_v": 64}, {"page_size": 8},
         {"page_size": 48}, {"softcap": 1.0}, {"alibi": 1}, {"mask": Mask(100, 0)},
         {"leftpad": True}, {"kv_dtype": torch.float8_e4m3fn}, {"scale": -1.0},
         {"unaligned": ("v",)}, {"page_size": 20, "seqlen_k": 20}, {"page_size": 1, "seqlen_k": 1},

@@ -215,7 +215,7 @@ def test_pieces_of_a_decode():
     assert tall.re_reads == 1 and sum(tall.registers.values()) == 144
     some = replace(problem, seqlen_q=16, tokens_q=16)
     found = predict(some, Hardware.named("H200"), choose_decode(some, 132)).tilings["split"]
-    assert (found.num_programs, found.waves, found.blocks_per_sm) == (256, 1, 2)
+    assert (found.num_programs, found.waves, found.blocks_per_sm) == (128, 1, 2)
     with pytest.raises(ValueError, match="needs 1568 KiB of shared memory; H200 gives 227 KiB"):
         predict(problem, Hardware.named("H200"), replace(config, num_stages=49))
     with pytest.raises(ValueError, match="seqlen_k: got 0"):

@@ -66,7 +66,7 @@ def _poisoned_outputs():
 
 def configs(decode, call):
     """One piece, five pieces, and pieces cut on the device."""
-    chosen = decode.choose_decode(call.problem, 132)
+    chosen = replace(decode.choose_decode(call.problem, 132), shares=0)
     yield replace(chosen, splits=1, balanced=False)
     yield replace(chosen, splits=5, balanced=False, min_tiles=1)
     if call.problem.seqused_k:
@@ -170,14 +170,23 @@ TALL = {
 
 
 def cut_configs(decode, call):
-    """Five pieces, two, as many as a launch merges, and pieces cut on the device."""
+    """Five pieces, two, as many as a launch merges, pieces that share rows or are cut on device."""
     five, *balanced = list(configs(decode, call))[1:]
-    return [five, replace(five, splits=2), replace(five, splits=12), *balanced]
+    shared = (replace(five, shares=8), replace(five, splits=12, shares=16))
+    return [five, replace(five, splits=2), replace(five, splits=12), *shared, *balanced]
 
 
+def tall_call(case, dim, dtype=BF16):
+    """A case of the tall walk, with as many queries of 256 columns as it takes."""
+    most = 64 if dim == 128 else 64 * case.kv_heads // case.heads
+    lengths_q = tuple(min(n, most) for n in case.lengths_q)
+    return build(replace(case, lengths_q=lengths_q, dim=dim, dim_v=dim, dtype=dtype), "cuda")
+
+
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("name", TALL)
-def test_tall_walk(decode, name):
-    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+def test_tall_walk(decode, name, dim):
+    call = tall_call(TALL[name], dim)
     for config in cut_configs(decode, call):
         assert config.tall
         for _ in range(2):
@@ -185,8 +194,9 @@ def test_tall_walk(decode, name):
 
 
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_64", "pages_of_256", "two_blocks"])
-def test_tall_walk_of_pages_that_hold_head_after_head(decode, name):
-    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+@pytest.mark.parametrize("dim", [128, 256])
+def test_tall_walk_of_pages_that_hold_head_after_head(decode, name, dim):
+    call = tall_call(TALL[name], dim)
     for x in "kv":
         heads_first = getattr(call.tensors, x).transpose(1, 2).contiguous().transpose(1, 2)
         setattr(call.tensors, x, heads_first)
@@ -198,16 +208,18 @@ WHOLE = ("pages_of_16", "pages_of_256", "two_blocks", "dense_whole", "packed")
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_tall_walk_of_whole_sequences(decode, name):
-    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=F16), "cuda")
+@pytest.mark.parametrize("dim", [128, 256])
+def test_tall_walk_of_whole_sequences(decode, name, dim):
+    call = tall_call(TALL[name], dim, F16)
     config = next(configs(decode, call))
     for _ in range(2):
         check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "two_blocks"])
-def test_tall_walk_reads_no_table_entry_past_the_end(decode, name):
-    call = build(replace(TALL[name], dim=128, dim_v=128, dtype=BF16), "cuda")
+@pytest.mark.parametrize("dim", [128, 256])
+def test_tall_walk_reads_no_table_entry_past_the_end(decode, name, dim):
+    call = tall_call(TALL[name], dim)
     for b, length in enumerate(call.case.lengths_k):
         past = call.tensors.block_table[b, -(-length // call.case.page) :]
         past.fill_((2**31 - 1, -(2**31), 10**6, -1)[b])
@@ -216,26 +228,25 @@ def test_tall_walk_reads_no_table_entry_past_the_end(decode, name):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("queries", [6, 30])  # one warpgroup, and two
-def test_tall_walk_keeps_what_is_not_finite_to_its_rows(decode, queries, poison):
-    case = Case((queries,), (1500,), heads=4, page=16, causal=True, dtype=BF16, dim=128, dim_v=128)
-    call = build(case, "cuda")
+@pytest.mark.parametrize("queries, dim", [(6, 128), (30, 128), (6, 256)])  # 30: two warpgroups
+def test_tall_walk_keeps_what_is_not_finite_to_its_rows(decode, queries, dim, poison):
+    call = tall_call(Case((queries,), (1500,), heads=4, page=16, causal=True), dim)
     _, _, v = call.sequences[0]
     for key in (3, 1490, 1499):
         page = call.tensors.block_table[0, key // 16]
         for x in (call.tensors.v[page, key % 16], v[key]):
-            x[0, key % 128] = poison
+            x[0, key % dim] = poison
     for config in cut_configs(decode, call):
         check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
-@pytest.mark.parametrize("seqlen_q", [16, 48])
-def test_tall_walk_of_a_cache_by_index_and_at_new_addresses(seqlen_q):
+@pytest.mark.parametrize("seqlen_q, dim", [(16, 128), (48, 128), (16, 256)])
+def test_tall_walk_of_a_cache_by_index_and_at_new_addresses(seqlen_q, dim):
     """Repeated calls describe k and v at their own addresses."""
     for seed in range(4):
         torch.manual_seed(seed)
-        k, v = (torch.randn(5, 1100, 2, 128, device="cuda", dtype=BF16) for _ in range(2))
-        q = torch.randn(3, seqlen_q, 8, 128, device="cuda", dtype=BF16)
+        k, v = (torch.randn(5, 1100, 2, dim, device="cuda", dtype=BF16) for _ in range(2))
+        q = torch.randn(3, seqlen_q, 8, dim, device="cuda", dtype=BF16)
         index = torch.tensor([4, 0, 2], device="cuda", dtype=torch.int32)
         lengths = torch.tensor([1100, 1, 333], device="cuda", dtype=torch.int32)
         out = onchip.attention_with_kvcache(
@@ -276,9 +287,11 @@ def _cache(batch, longest, page=16, heads=8, kv_heads=2, dim=128, seqlen_q=1):
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("seqlen_q", [1, 2, 4, 16, 40])  # the narrow walk, the wide, the tall
-def test_one_split_is_batch_invariant(seqlen_q, kv_dtype):
-    q, k, v, table = _cache(37, 3000, seqlen_q=seqlen_q)
+@pytest.mark.parametrize(
+    "seqlen_q, dim", [(1, 128), (2, 128), (4, 128), (16, 128), (40, 128), (16, 256)]
+)  # the narrow walk, the wide, the tall
+def test_one_split_is_batch_invariant(seqlen_q, dim, kv_dtype):
+    q, k, v, table = _cache(37, 3000, seqlen_q=seqlen_q, dim=dim)
     k, v = k.to(kv_dtype), v.to(kv_dtype)
     lengths = torch.randint(0, 3000, (37,), device="cuda").int()
     options = {"causal": True, "num_splits": 1, "return_lse": True}

@@ -12,16 +12,17 @@ import torch
 
 from onchip.problem import Problem
 
-#: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-11-30: with
-#: 17 and more the walk for many rows takes as long as the other for up to 64, and less for more.
-FEW_ROWS = 16
+#: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-12-01, 16
+#: rows, us, by the walk for many and the other: D = 128, one sequence of 32k 40.1 and 43.1, 8 of 8k
+#: 68.6 and 72.8, 32 of 4k 124.6 and 130.2; D = 256 70.3 and 96.8, 127.6 and 179.5, 243.7 and 349.3.
+FEW_ROWS = 8
 #: Query heads of one head of K that the Hopper forward can put side by side in a tile, and the
 #: rows of such a tile.
 GROUPS, TILE_ROWS = (2, 4, 8, 16, 32, 64), 128
 #: Multiprocessors of an H100 and an H200: programs beyond them gain nothing from cut keys.
 NUM_SMS = 132
-#: Most pieces that the Hopper forward cuts the keys of a tile into.
-MOST_FORWARD_PIECES = 16
+#: Most pieces of the keys of a tile whose programs share its rows out among themselves.
+MOST_PIECES = 16
 #: What counts as many keys.
 MANY_KEYS = 1024
 
@@ -31,16 +32,26 @@ def tall_block_n(problem: Problem) -> int:
     return 64 if problem.seqlen_q * problem.group <= 128 else 128
 
 
+def shares_of(pieces: int) -> int:
+    """Parts of 64 rows that so many pieces share out: of two kinds, so that variants are few."""
+    return 8 if pieces <= 8 else MOST_PIECES
+
+
 def suits_tall(problem: Problem) -> bool:
-    """Whether the decode has its walk for many rows, which reads keys once for 128 of them."""
-    size = problem.page_size
+    """Whether the decode has its walk for many rows, which reads keys once for 128 of them.
+
+    Of 256 columns it has up to 64 rows. H200, 2026-12-01, us, 64 rows, by it and by the forward:
+    one sequence of 32k 74 and 85, 8 of 8k 134 and 147, 32 of 4k 251 and 253.
+    """
+    size, rows = problem.page_size, problem.seqlen_q * problem.group
+    takes = {128: rows > FEW_ROWS, 256: FEW_ROWS < rows <= 64}
     # A page that holds all keys is one piece, if it is as long as a tile.
     fits = size % tall_block_n(problem) == 0 or size in (16, 32, 64)
     fits = fits or size >= max(problem.seqlen_k, tall_block_n(problem))
     return (
         problem.arch == "sm_90"
-        and problem.seqlen_q * problem.group > FEW_ROWS
-        and problem.head_dim == problem.head_dim_v == 128
+        and problem.head_dim == problem.head_dim_v
+        and takes.get(problem.head_dim, False)
         and problem.dtype == problem.kv_dtype
         and problem.dtype in (torch.float16, torch.bfloat16)
         and fits
@@ -87,9 +98,11 @@ def reads_once(problem: Problem) -> bool:
     if not takes or problem.leftpad or problem.kv_scales:
         return False
     tiles = problem.batch * problem.num_kv_heads * -(-rows // TILE_ROWS)
-    pieces = min(MOST_FORWARD_PIECES, NUM_SMS // max(tiles, 1), problem.seqlen_k // (2 * TILE_ROWS))
+    pieces = min(MOST_PIECES, NUM_SMS // max(tiles, 1), problem.seqlen_k // (2 * TILE_ROWS))
     ctas = tiles * max(1, pieces)
     fills = 10 * ctas >= 7 * NUM_SMS
+    if is_wide and suits_tall(problem):
+        return False
     if is_wide:  # 1.4 times as fast as the decode with 32 rows, 2.3 to 2.9 times with 128
         return rows > FEW_ROWS and (fills or (rows > TILE_ROWS // 2 and 10 * ctas >= 4 * NUM_SMS))
     if not suits_tall(problem):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.bounded import Bounded
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.gluon_pieces import POLLS
 from onchip.kernels.hopper.config import (
     WARPGROUP_ROWS,
@@ -24,20 +25,18 @@ from onchip.kernels.hopper.config import (
 from onchip.kernels.hopper.descriptors import descriptors
 from onchip.kernels.hopper.workspace import NUM_COUNTERS
 from onchip.kernels.launcher import Address, Described, Launch
-from onchip.kernels.rows import NUM_SMS
+from onchip.kernels.rows import NUM_SMS, shares_of
 from onchip.problem import Layout, Problem, Tensors
 
 LOG2E = math.log2(math.e)
 _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do not overflow
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUM_BEFORE_SIZES = 3  # a launch's numbers before them
-#: Shares of 64 rows that pieces' programs merge: two, so that there are not many variants.
-_FEW_SHARES, _MANY_SHARES = 8, 16
 _MAX_CALLS = 128  # sets of addresses that a launch knows
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Compiled):
     """What the compiled code depends on; everything else is a run-time value.
 
     Args:
@@ -375,7 +374,7 @@ def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
         config = replace(config, q_in_registers=False)
         # A piece's last K/V tile is not the rows' last one: nothing is known of its edge.
         changes = {"skips": False, "cuts_two": code.has_right}
-        shares = _MANY_SHARES if pieces > _FEW_SHARES else _FEW_SHARES
+        shares = shares_of(pieces)
         code = replace(code, config=config, shares=shares, **changes)
         runs_at_once = sizes_of(code, problem, num_ctas)[_NUM_TILES] <= num_ctas
         return replace(code, waits=POLLS if runs_at_once else 0)

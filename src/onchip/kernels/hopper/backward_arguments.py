@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.hopper.backward_config import BackwardConfig, padded
 from onchip.kernels.rows import NUM_SMS
 from onchip.problem import Layout, Problem, Saved, Tensors
@@ -33,7 +34,7 @@ _UNBOUNDED = 1 << 29  # larger than any length, small enough that int32 sums do 
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Compiled):
     """What the compiled code depends on; everything else is a run-time value.
 
     Args:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from onchip.kernels.rows import MOST_FORWARD_PIECES, NUM_SMS, has_few_tiles, is_grouped
+from onchip.kernels.rows import MOST_PIECES, NUM_SMS, has_few_tiles, is_grouped
 from onchip.problem import Layout, Problem
 
 #: Query rows of a consumer warpgroup: what one wgmma instruction takes.
@@ -131,7 +131,7 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
     A CTA's start and end take about as long as three tiles, and so does the meeting of pieces;
     where not all run at once the last one merges them alone. A number of splits is the caller's
     (one: the sums of a sequence must not hang on its neighbours), and rows that fill two waves
-    are not cut, so that partial results take no more than `MOST_FORWARD_PIECES` times that room.
+    are not cut, so that partial results take no more than `MOST_PIECES` times that room.
     """
     same_width = problem.head_dim == problem.head_dim_v
     cut = config.grouped or (has_few_tiles(problem) and same_width and problem.alibi == 0)
@@ -150,7 +150,7 @@ def most_pieces(config: Config, problem: Problem, num_ctas: int) -> int:
         alone = 0.6 * pieces if waves > 1 else 0.0
         return waves * (-(-num_tiles // pieces) + 3) + (3 + alone) * (pieces > 1)
 
-    return min(range(1, max(1, min(MOST_FORWARD_PIECES, num_tiles // 2)) + 1), key=cost)
+    return min(range(1, max(1, min(MOST_PIECES, num_tiles // 2)) + 1), key=cost)
 
 
 def _is_single(problem: Problem) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.portable.config import L2_BUDGET_BYTES, Config, can_describe, padded
 from onchip.kernels.portable.extras import NO_FUNCTIONS, Functions, functions_of
 from onchip.problem import Layout, Problem, Tensors
@@ -23,7 +24,7 @@ _UNBOUNDED = 1 << 30  # larger than any length, small enough that int32 sums do 
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Compiled):
     """What the compiled code depends on; everything else is a run-time value.
 
     Args:

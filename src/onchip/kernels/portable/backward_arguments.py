@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.portable.arguments import (
     LOG2E,
     are_aligned,
@@ -34,7 +35,7 @@ STATS_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Compiled):
     """What the compiled code depends on; everything else is a run-time value.
 
     Args:

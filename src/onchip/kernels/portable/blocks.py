@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable.config import fitted
 from onchip.kernels.portable.extras import Functions
@@ -24,7 +25,7 @@ from onchip.mods import MaskMod
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Compiled):
     """What the compiled code depends on.
 
     Args:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.bounded import Bounded
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.launcher import Launch
 from onchip.problem import NewTokens, Problem
 
@@ -215,7 +216,7 @@ _launches: Bounded[tuple, tuple[Launch, Problem]] = Bounded(1024)
 
 
 @dataclass(frozen=True)
-class AppendSpec:
+class AppendSpec(Compiled):
     """What the compiled append depends on; everything else is a run-time value.
 
     Args:

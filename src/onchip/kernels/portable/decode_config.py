@@ -8,6 +8,7 @@ Legend: B batch, S_q queries of a sequence, H_kv key and value heads, D / D_v he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ import torch
 
 from onchip.kernels import MAX_PIECES
 from onchip.kernels.portable.config import padded
-from onchip.kernels.rows import suits_tall, tall_block_n
+from onchip.kernels.rows import MOST_PIECES, shares_of, suits_tall, tall_block_n
 from onchip.problem import Layout, Problem
 
 #: Most pieces that the keys of a sequence are cut into.
@@ -49,6 +50,8 @@ class DecodeConfig:
         direct: whether `decode_direct` walks.
         tall: whether `decode_tall` walks.
         sm_pieces: pieces of unequal sequences that an SM gets, about.
+        shares: parts of 64 rows that the pieces of a sequence merge among themselves, in the tall
+            walk where all of them run at a time; 0 where neighbours are joined.
     """
 
     rows: int
@@ -63,6 +66,7 @@ class DecodeConfig:
     direct: bool = False
     tall: bool = False
     sm_pieces: int = 3
+    shares: int = 0
 
     def programs(self, problem: Problem, num_sms: int) -> int:
         """Programs for each head of K and row block: pieces of all sequences."""
@@ -96,32 +100,20 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         is_aligned: whether all rows begin at multiples of 16 bytes, and Triton has
             Gluon: what `decode_direct` and `decode_tall` need.
     """
-    walks_direct, is_tall = (is_aligned and suits(problem) for suits in (suits_direct, suits_tall))
-    if is_tall:
-        tile = _tall_tile(problem)
-    else:
-        tile = _DIRECT_TILE if walks_direct else _tile(problem)
+    if is_aligned and suits_tall(problem):
+        return _choose_tall(problem, num_sms)
+    walks_direct = is_aligned and suits_direct(problem)
+    tile = _DIRECT_TILE if walks_direct else _tile(problem)
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
-    num_keys = problem.seqlen_k
-    if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
-        num_keys = min(num_keys, problem.mask.left + problem.seqlen_q + tile.block_n)
-    num_tiles = max(1, -(-num_keys // tile.block_n))
+    num_tiles = _num_tiles(problem, tile)
     if problem.num_splits:
         splits = min(problem.num_splits, num_tiles)
         balanced, min_tiles = False, 1
     else:
-        # With less work than that, balancing costs more at the start than it gains. The tall walk's
-        # costs nothing, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us, with it and
-        # without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212.
-        balanced = problem.seqused_k and problem.batch > 1
-        costs_nothing = is_tall and tile.row_blocks == 1
-        balanced = balanced and (costs_nothing or units >= 2 * num_sms)
-        # So many sequences that a grid would not hold their pieces too stay whole.
-        balanced = balanced and problem.batch + _SM_PIECES * num_sms <= MAX_PIECES
+        # With less work than that, balancing costs more at the start than it gains.
+        balanced = units >= 2 * num_sms and _may_balance(problem, num_sms)
         if walks_direct:
             two = _wants_two(problem, units * num_tiles // num_sms)
-        elif is_tall:
-            two = tile.rows == 64
         else:
             # Pages that each tile has several of, and the wide walk's longer chain, keep an SM's
             # memory pipes busy only with two programs on it.
@@ -134,16 +126,88 @@ def choose_decode(problem: Problem, num_sms: int, is_aligned: bool = True) -> De
         # H200, 2026-11-30, 64 sequences of 8k, us: 247.5, 253.4 and 302 with 2, 3 and 4 stages;
         # with 3 and fewer four programs run on an SM.
         stages = 2
-    sm_pieces = _SM_PIECES if walks_direct else 3
-    if is_tall:
+    return DecodeConfig(
+        tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
+        splits, balanced, min_tiles, walks_direct, sm_pieces=_SM_PIECES if walks_direct else 3,
+    )  # fmt: skip
+
+
+def _num_tiles(problem: Problem, tile: _Tile) -> int:
+    num_keys = problem.seqlen_k
+    if problem.mask.left >= 0:  # a window's keys, and what its edges cut of two tiles
+        num_keys = min(num_keys, problem.mask.left + problem.seqlen_q + tile.block_n)
+    return max(1, -(-num_keys // tile.block_n))
+
+
+def _may_balance(problem: Problem, num_sms: int) -> bool:
+    """Whether lengths may be unequal, and pieces of so many sequences fit in a grid."""
+    several = problem.seqused_k and problem.batch > 1
+    return several and problem.batch + _SM_PIECES * num_sms <= MAX_PIECES
+
+
+def _choose_tall(problem: Problem, num_sms: int) -> DecodeConfig:
+    """The config of the walk for many rows."""
+    tile = _tall_tile(problem)
+    units = problem.batch * problem.num_kv_heads * tile.row_blocks
+    num_tiles = _num_tiles(problem, tile)
+    # Two programs on an SM, so that one begins while the other ends.
+    two = tile.rows == 64 and problem.head_dim == 128
+    stages, balanced, min_tiles, sm_pieces, shares = tile.num_stages, False, 1, 1, 0
+    if problem.num_splits:
+        splits = min(problem.num_splits, num_tiles)
+    else:
+        min_tiles = MIN_TILES
+        splits = _tall_splits(units, num_tiles, num_sms, *_tall_costs(tile, problem))
+        # Costs nothing, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us, with it and
+        # without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212. More pieces are merged by a
+        # launch, which does not know how the device cuts: 2026-12-01, 8/1 heads, 4 of 32k 26 and
+        # 36 joined by neighbours, D = 256, 2 of 32k 28 and 41.
+        balanced = tile.row_blocks == 1 or units >= 2 * num_sms
+        balanced = balanced and splits <= MOST_PIECES and _may_balance(problem, num_sms)
+        if two and balanced and units * splits <= num_sms:
+            # A grid for unequal lengths has programs without a piece, beside which two with one
+            # would meet on an SM; so one fills it. H200, 2026-12-01, us, 3 and 6 stages: 8 of 8k,
+            # 16 rows 73.2 and 69.9, 64 rows 76.3 and 72.3; 16/16 heads 140.0 and 131.1.
+            stages, two = 2 * stages, False
+        if units * splits <= num_sms * (1 + two) and _share_rows(splits, tile.rows, balanced):
+            shares = shares_of(splits)
+    if balanced:
         # As many as run at a time, or two. H200, 2026-11-30, us, 1, 2 and 3: 20 queries of 64
         # sequences of up to 8k 302, 299, 317, of 8 of up to 16k 94, 105, 106; 16 queries (64 rows,
         # of which two programs run on an SM) 262, 259, 264 and 86.5, 87.6, 94.
-        sm_pieces = 2 if tile.rows == 64 or units >= 2 * num_sms else 1
+        sm_pieces = 2 if two or units >= 2 * num_sms else 1
     return DecodeConfig(
         tile.rows, tile.row_blocks, tile.groups, tile.block_n, tile.num_warps, stages,
-        splits, balanced, min_tiles, walks_direct, is_tall, sm_pieces,
+        splits, balanced, min_tiles, tall=True, sm_pieces=sm_pieces, shares=shares,
     )  # fmt: skip
+
+
+def _tall_costs(tile: _Tile, problem: Problem) -> tuple[float, float, float]:
+    """Rate, start and merging of `_tall_splits`.
+
+    H200, 2026-12-01, us, by pieces: 64 rows, 8 sequences of 8k 1 91.9, 2 69.9, 4 73.0, 12 of 4k 1
+    63.2, 2 66.6, 4 69.5, one of 32k 8 52.2, 16 40.1, 33 45.3; 128 rows, 8 of 8k 1 113.0, 2 78.7, 12
+    of 4k 1 66.8, 2 80.3, 4 85.0, 20 of 4k 1 132.8, 2 119.6, 3 122.0; D = 256, 64 rows, 8 of 8k 1
+    135.4, 2 134.3, 12 of 4k 1 119.2, 2 124.8, one of 32k 8 76.0, 16 73.9.
+    """
+    if problem.head_dim == 256:
+        return 1.4, 2.5, 2.0
+    if tile.rows == 64:
+        return 1.25, 4.0, 4.0
+    return (1.15, 6.0, 6.0) if tile.block_n == 64 else (1.15, 3.0, 3.0)
+
+
+def _share_rows(splits: int, rows: int, balanced: bool) -> bool:
+    """Whether the pieces of a sequence, all running, share its rows out among themselves.
+
+    H200, 2026-12-01, us, so, joined by neighbours and merged by a launch: 2 pieces, 8 sequences of
+    8k, 64 rows 73.1, 69.9 and 73.1, 128 rows 82.0, 78.7 and 85.2; 4 pieces, 4 of 4k 26.3, 27.3 and
+    26.6, 128 rows 32.5, 34.3 and 33.5, D = 256 45.6, 50.3 and 46.7; 5, 3 of 16k, 96 rows 63.4, 66.3
+    and 64.0; 8, 2 of 8k 25.5, 29.6 and 26.2, 128 rows 32.7, 37.0 and 32.0, D = 256, one of 32k 132,
+    140.7 and 133.4; 16, one of 32k 40.1, 47.1 and 41.3, 128 rows 52.6, 57.4 and 48.1, D = 256 74.2,
+    86.3 and 73.9. Pieces that are cut on the device are not merged by a launch.
+    """
+    return 2 < splits <= (MOST_PIECES if rows == 64 or balanced else 8)
 
 
 @dataclass(frozen=True)
@@ -242,15 +306,48 @@ def _splits(units: int, num_tiles: int, num_sms: int) -> int:
     shared by all (programs * work / SMs); one SM can't use much more than its share (5 %);
     starting a program costs about two tiles, merging about 1.5.
     """
+
+    def cost(pieces: int, per: int) -> float:
+        programs, work = units * pieces, per + 2
+        merging = 1.5 + pieces / 32 if pieces > 1 else 0
+        return max(programs * work / num_sms, -(-programs // num_sms) * work / 1.05) + merging
+
+    return _cheapest(units, num_tiles, num_sms, cost)
+
+
+@lru_cache(maxsize=4096)
+def _tall_splits(
+    units: int, num_tiles: int, num_sms: int, rate: float, start: float, merging: float
+) -> int:
+    """`_splits` of the walk for many rows.
+
+    Args:
+        units: what is cut.
+        num_tiles: of each.
+        num_sms: programs that run at a time.
+        rate: of its share of memory that one of them uses where few run. Where about as many run
+            as memory serves, neither limit holds by itself (their fourth powers are added).
+        start: what it costs to begin and end a program, in tiles.
+        merging: what it costs to put pieces together.
+    """
+
+    def cost(pieces: int, per: int) -> float:
+        programs, work = units * pieces, per + start
+        shared, alone = programs * work / num_sms, -(-programs // num_sms) * work / rate
+        return (shared**4 + alone**4) ** 0.25 + (merging + pieces / 32 if pieces > 1 else 0)
+
+    return _cheapest(units, num_tiles, num_sms, cost)
+
+
+def _cheapest(units: int, num_tiles: int, num_sms: int, cost: Callable[[int, int], float]) -> int:
+    """Pieces for which `cost`, of pieces and of tiles in each, is least."""
     best, choice = float("inf"), 1
     most = min(num_tiles // MIN_TILES, 4 * num_sms // max(1, units) + 1, MAX_SPLITS)
     for pieces in range(1, max(1, most) + 1):
         per = -(-num_tiles // pieces)
         if -(-num_tiles // per) != pieces:
             continue  # the same cut as with fewer pieces
-        programs, work = units * pieces, per + 2
-        cost = max(programs * work / num_sms, -(-programs // num_sms) * work / 1.05)
-        cost += 1.5 + pieces / 32 if pieces > 1 else 0
-        if cost < best:
-            best, choice = cost, pieces
+        found = cost(pieces, per)
+        if found < best:
+            best, choice = found, pieces
     return choice

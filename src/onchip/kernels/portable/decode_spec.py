@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.portable.arguments import (
     LOG2E,
     edges_of,
@@ -24,7 +25,7 @@ from onchip.problem import Layout, NewTokens, Problem, Tensors, needs_copy
 
 
 @dataclass(frozen=True)
-class DecodeSpec:
+class DecodeSpec(Compiled):
     """What the compiled code depends on; everything else is a run-time value.
 
     Args:
@@ -55,6 +56,7 @@ class DecodeSpec:
         sm_pieces: pieces of unequal sequences that an SM gets, about.
         merges: whether a sequence can be cut at all.
         merged_rows: rows of a program of the launch that merges, 0 where pieces meet in their own.
+        shares: parts of 64 rows that pieces share out among themselves, 0 where they do not.
         by_word: whether page ids are read by an instruction that Triton can't make asynchronous.
         appends: whether each sequence's last token is not in the cache yet but given apart.
         rotary_pairs: pairs of features that turn by that token's position, 0 for none.
@@ -88,6 +90,7 @@ class DecodeSpec:
     sm_pieces: int
     merges: bool
     merged_rows: int
+    shares: int
     by_word: bool
     appends: bool = False
     rotary_pairs: int = 0
@@ -96,10 +99,8 @@ class DecodeSpec:
 
 #: Entries of a piece's output that the last program merges at once; more take a launch.
 _MERGED_AT_ONCE = 1024
-#: Pieces of a sequence that the tall walk's programs merge among themselves. H200, 2026-11-30, one
-#: of 32k, us, so and by a launch: 64 rows, 33 pieces 49.5 and 43.2, 128 rows, 16 pieces 53.8 and
-#: 47.8, 256 rows, 8 pieces 70.4 and 76.2; that is 16 rows after 16 rows, not by neighbours, which
-#: was not timed with more than 8.
+#: Pieces of a sequence that the tall walk's programs merge among themselves at most, unless they
+#: share rows out or are cut on the device; see `decode_config._share_rows`.
 _MOST_AMONG_THEMSELVES = 8
 #: Entries of a program of that launch.
 _MERGED_APART = 512
@@ -107,7 +108,8 @@ _MERGED_APART = 512
 
 def _merged_rows(config: DecodeConfig, kept: int, problem: Problem) -> int:
     kept, width_v = min(kept, config.rows), padded(problem.head_dim_v)
-    if config.tall and (config.splits <= _MOST_AMONG_THEMSELVES or config.balanced):
+    few = config.splits <= _MOST_AMONG_THEMSELVES
+    if config.tall and (config.shares or few or config.balanced):
         return 0
     if kept * width_v <= _MERGED_AT_ONCE:
         return 0
@@ -119,6 +121,7 @@ def decode_spec(
 ) -> DecodeSpec:
     """The spec of a call, which appends where `new` is given: see `appends_itself`."""
     assert problem.seqused_k or not config.balanced, "lengths that are all alike need no balance"
+    assert not config.shares or config.splits <= config.shares, "each piece merges a share of rows"
     several = problem.seqlen_q > 1
     cut = config.splits > 1 or config.balanced
     table = tensors.block_table
@@ -152,6 +155,7 @@ def decode_spec(
         sm_pieces=config.sm_pieces,
         merges=cut,
         merged_rows=_merged_rows(config, kept, problem) if cut else 0,
+        shares=config.shares,
         by_word=problem.arch.startswith("sm_"),
         appends=new is not None,
         rotary_pairs=0 if new is None or new.rotary_cos is None else new.rotary_cos.shape[1],

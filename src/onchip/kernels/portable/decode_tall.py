@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 
+from onchip.kernels.compiled import Compiled
 from onchip.kernels.gluon_names import (
     TensorDescriptor,
     as_tiles,
@@ -48,7 +49,7 @@ from onchip.kernels.gluon_names import (
     new_barriers,
     tma_load,
 )
-from onchip.kernels.gluon_pieces import Partials
+from onchip.kernels.gluon_pieces import POLLS, Partials
 from onchip.kernels.launcher import Launch
 from onchip.kernels.portable.decode_spec import NUMBERS, DecodeSpec
 from onchip.kernels.portable.decode_tall_cuts import (
@@ -69,7 +70,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True)
-class Tall:
+class Tall(Compiled):
     """What the compiled code depends on: a `DecodeSpec`, whose fields are read through this.
 
     Args:
@@ -83,6 +84,11 @@ class Tall:
 
     def __getattr__(self, name: str):
         return getattr(object.__getattribute__(self, "spec"), name)
+
+    @property
+    def panels(self) -> int:
+        """Panels of 64 columns in which a row lies in shared memory."""
+        return self.width // 64
 
     @property
     def pages_in_tile(self) -> int:
@@ -99,6 +105,21 @@ class Tall:
         return self.rows == 64 or self.block_n > 64
 
     @property
+    def q_in_registers(self) -> bool:
+        """Whether Q is wgmma's operand in registers; 256 columns leave no room beside O."""
+        return self.width == 128
+
+    @property
+    def joins(self) -> bool:
+        """Whether there may be pieces that neighbours join: all, or those of unequal sequences."""
+        return self.merged_rows == 0 and (self.shares == 0 or self.batch_padded > 1)
+
+    @property
+    def polls(self) -> int:
+        """How often a piece that shares rows looks for the others."""
+        return POLLS
+
+    @property
     def has_words(self) -> bool:
         """Whether P is handed from step to step as words: its tiles are walked in two loops."""
         return True
@@ -106,20 +127,21 @@ class Tall:
     def described(self, x: Tensor) -> TensorDescriptor:
         """K or V in the boxes that one instruction copies.
 
-        (P, N / 8, H_kv * 2, 8, D / 2) where `whole_rows`, else (B or P, H_kv, S_k or N, D).
+        (P, N / 8, H_kv * D / 64, 8, 64) where `whole_rows`, else (B or P, H_kv, S_k or N, D).
         """
         if self.whole_rows:
             num_pages, rows, heads, _ = x.shape
             page, row, _, _ = x.stride()
-            shape, strides = [num_pages, rows // 8, heads * 2, 8, 64], [page, row * 8, 64, row, 1]
-            block = [1, min(self.page_size, self.block_n) // 8, 2, 8, 64]
+            shape = [num_pages, rows // 8, heads * self.panels, 8, 64]
+            strides = [page, row * 8, 64, row, 1]
+            block = [1, min(self.page_size, self.block_n) // 8, self.panels, 8, 64]
         else:
             x = x.transpose(1, 2)
             shape, strides = list(x.shape), [*x.stride()[:3], 1]
             small = self.pages_in_tile > 1
-            block = [1, 1, self.page_size, 64] if small else [1, 1, self.block_n, 128]
+            block = [1, 1, self.page_size, 64] if small else [1, 1, self.block_n, self.width]
         # A dimension of size 1 may have any stride, which TMA would refuse.
-        strides = [128 if n == 1 else s for n, s in zip(shape, strides, strict=True)]
+        strides = [self.width if n == 1 else s for n, s in zip(shape, strides, strict=True)]
         layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
         return TensorDescriptor(x, shape, strides, block, layout)
 
@@ -129,14 +151,15 @@ def _ring(k, SPEC: gl.constexpr, STAGES: gl.constexpr):
     W: gl.constexpr = SPEC.rows // 64
     BN: gl.constexpr = SPEC.block_n
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    LAYOUT: gl.constexpr = tile_layout(BN, 16, SPEC.whole_rows)
+    WIDTH: gl.constexpr = SPEC.width
+    LAYOUT: gl.constexpr = tile_layout(BN, WIDTH, 16, SPEC.whole_rows)
     # Barriers that nobody uses must not begin: Triton (3.6) gives their memory to scratch.
     k_empty = new_barriers(STAGES, W)
     v_empty = k_empty if SPEC.is_joint else new_barriers(STAGES, W)
     return Ring(
-        gl.allocate_shared_memory(k.dtype, [W, 64, 128], FLAT),
-        gl.allocate_shared_memory(k.dtype, [STAGES, BN, 128], LAYOUT),
-        gl.allocate_shared_memory(k.dtype, [STAGES, BN, 128], LAYOUT),
+        gl.allocate_shared_memory(k.dtype, [W, 64, WIDTH], FLAT),
+        gl.allocate_shared_memory(k.dtype, [STAGES, BN, WIDTH], LAYOUT),
+        gl.allocate_shared_memory(k.dtype, [STAGES, BN, WIDTH], LAYOUT),
         new_barriers(STAGES, 1), new_barriers(STAGES, 1),
         k_empty, v_empty,
     )  # fmt: skip
@@ -150,24 +173,25 @@ def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STA
     64 columns do not come together each has its own: in shared memory they lie apart then, row
     after row.
     """
-    mbarrier.expect(barrier, SPEC.block_n * 256)
+    mbarrier.expect(barrier, SPEC.block_n * SPEC.width * 2)
     PAGES: gl.constexpr = SPEC.pages_in_tile
+    PANELS: gl.constexpr = SPEC.panels
     if SPEC.whole_rows:
-        SHAPE: gl.constexpr = [STAGES * PAGES, 1, SPEC.block_n // PAGES // 8, 2, 8, 64]
+        SHAPE: gl.constexpr = [STAGES * PAGES, 1, SPEC.block_n // PAGES // 8, PANELS, 8, 64]
         parts = as_tiles(tiles, desc, SHAPE)
         for i in gl.static_range(PAGES):
-            place = [ids[i], row // 8, kv_head * 2, 0, 0]
+            place = [ids[i], row // 8, kv_head * PANELS, 0, 0]
             tma_load(desc, place, barrier, parts.index(slot * PAGES + i))
     elif PAGES == 1:
-        WHOLE: gl.constexpr = [STAGES, 1, 1, SPEC.block_n, 128]
+        WHOLE: gl.constexpr = [STAGES, 1, 1, SPEC.block_n, SPEC.width]
         whole = as_tiles(tiles, desc, WHOLE)
         tma_load(desc, [ids[0], kv_head, row, 0], barrier, whole.index(slot))
     else:
-        NUMBER: gl.constexpr = STAGES * PAGES * 2
+        NUMBER: gl.constexpr = STAGES * PAGES * PANELS
         parts = in_pieces(tiles, desc, NUMBER, SPEC.page_size)
         for i in gl.static_range(PAGES):
-            for j in gl.static_range(2):
-                to = parts.index((slot * 2 + j) * PAGES + i)
+            for j in gl.static_range(PANELS):
+                to = parts.index((slot * PANELS + j) * PAGES + i)
                 tma_load(desc, [ids[i], kv_head, 0, j * 64], barrier, to)
 
 
@@ -294,11 +318,17 @@ def attn_decode_tall(
     to = Results(out, lse, sinks, Partials(partial_out, partial_stats, counters))
     source = Source(q, values, block_table, stride_table)
     at = _ring(k, SPEC, STAGES)
-    if SPEC.rows == 64:
+    if SPEC.rows == 64 and SPEC.is_joint:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
             (producer, (k, v, source, piece, at, "kv", SPEC, STAGES)),
         ], [1], [24])  # fmt: skip
+    elif SPEC.rows == 64:
+        gl.warp_specialize([
+            (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "k", SPEC, STAGES)),
+            (producer, (k, v, source, piece, at, "v", SPEC, STAGES)),
+        ], [1, 1], [24, 24])  # fmt: skip
     elif SPEC.is_joint:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
@@ -317,12 +347,12 @@ def attn_decode_tall(
 def tall_of(spec: DecodeSpec, keys: tuple[Tensor, Tensor]) -> Tall:
     """What a call's spec, K and V compile to."""
     whole_rows = spec.page_size > 0 and spec.page_size % 8 == 0
-    whole_rows = whole_rows and all(x.shape[2] == 1 or x.stride(2) == 128 for x in keys)
+    whole_rows = whole_rows and all(x.shape[2] == 1 or x.stride(2) == spec.width for x in keys)
     return Tall(spec, whole_rows)
 
 
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:
-    """Of 64 rows two CTAs run on an SM: half of its registers for each."""
-    options = {"maxnreg": 128} if spec.rows == 64 else {}
+    """Of 64 rows of 128 columns two CTAs run on an SM: half of its registers for each."""
+    options = {"maxnreg": 128} if spec.rows == 64 and spec.width == 128 else {}
     # A dependent launch: it is set up while what runs before it ends.
     return Launch(attn_decode_tall, grid, device, num_warps=4, launch_pdl=True, **options)

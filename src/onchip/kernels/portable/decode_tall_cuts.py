@@ -42,6 +42,7 @@ class Piece(NamedTuple):
     index: object  # which of them this is
     first: object  # number of the first of them among all pieces
     exists: object  # whether there is such a piece
+    alike: object  # whether all sequences are cut into as many pieces, unless keys are fewer
 
 
 @gluon.jit
@@ -53,7 +54,7 @@ def _uniform(x):
 
 @gluon.jit
 def _cut(number, lengths: Lengths, SPEC: gl.constexpr):
-    """Sequence, piece, pieces of that sequence, the first one's number, tiles of a piece.
+    """Sequence, piece, pieces of that sequence, the first one's number, tiles of a piece, `alike`.
 
     Unequal lengths are cut so that each program that runs at a time gets one whole piece, or rests.
     """
@@ -68,11 +69,12 @@ def _cut(number, lengths: Lengths, SPEC: gl.constexpr):
     own = gl.sum(gl.where(every == batch, tiles, 0), 0)
     count = pieces(own, splits, SPEC)
     size = gl.cdiv(own, count)
-    if _uniform(gl.max(tiles, 0)) * num_sequences * 4 > _uniform(gl.sum(tiles, 0)) * 5:
+    alike = _uniform(gl.max(tiles, 0)) * num_sequences * 4 <= _uniform(gl.sum(tiles, 0)) * 5
+    if alike == 0:
         shares = SPEC.sm_pieces * lengths.num_sms
         batch, index, count, first, size = dealt(every, tiles, num_sequences, splits, shares, SPEC)
-    return (_uniform(batch), _uniform(index), _uniform(count), _uniform(first),
-            _uniform(size))  # fmt: skip
+    return (_uniform(batch), _uniform(index), _uniform(count), _uniform(first), _uniform(size),
+            alike)  # fmt: skip
 
 
 @gluon.jit
@@ -86,8 +88,9 @@ def piece_of(lengths: Lengths, SPEC: gl.constexpr):
         index = number % lengths.splits
         first = batch * lengths.splits
         count = lengths.splits
+        alike = number >= 0
     else:
-        batch, index, count, first, size = _cut(number, lengths, SPEC)
+        batch, index, count, first, size, alike = _cut(number, lengths, SPEC)
     exists = (batch < num_sequences) & (index < count)
     batch = gl.minimum(batch, num_sequences - 1)
     length = lengths.seqlen_k
@@ -110,4 +113,4 @@ def piece_of(lengths: Lengths, SPEC: gl.constexpr):
     stop = gl.maximum(gl.minimum(start + size, tiles), start + 1)
     first += unit * gl.num_programs(1)
     return Piece(batch, unit // SPEC.row_blocks, row_start, q_start, num_queries, length, start,
-                 stop, count, index, first, exists)  # fmt: skip
+                 stop, count, index, first, exists, alike)  # fmt: skip

@@ -100,28 +100,30 @@ def _meet(SPEC: gl.constexpr):
 
 
 @gluon.constexpr_function
-def tile_layout(rows, bits, whole_rows):
-    """How (rows, 128 columns of 16 bits) lie in shared memory, in elements of 16 or 32 bits.
+def tile_layout(rows, width, bits, whole_rows):
+    """How (rows, `width` columns of 16 bits) lie in shared memory, in elements of 16 or 32 bits.
 
     16 bytes of a row are moved by the row's number, as TMA and wgmma do. Rows of 64 columns lie
-    one after the other, or where `whole_rows` 8 of them and then the same rows' other columns.
+    one after the other, or where `whole_rows` 8 of them and then the same rows' next columns.
     """
     if not whole_rows:
         return gl.NVMMASharedLayout(128, bits, 2)
     chunk = 128 // bits
     bases = [[0, 1 << i] for i in range(chunk.bit_length() - 1)]
     bases += [[0, chunk << i] for i in range(3)] + [[1 << i, chunk << i] for i in range(3)]
-    bases += [[0, chunk * 8]] + [[8 << i, 0] for i in range(rows.bit_length() - 4)]
+    bases += [[0, chunk * 8 << i] for i in range((width // 64).bit_length() - 1)]
+    bases += [[8 << i, 0] for i in range(rows.bit_length() - 4)]
     return gl.SharedLinearLayout(bases, [], 1024)
 
 
 @gluon.jit
 def _queries(W: gl.constexpr, q, piece: Piece, at: Ring, n: Numbers, SPEC: gl.constexpr):
-    """The warpgroup's rows of Q as wgmma's operand in registers."""
+    """The warpgroup's rows of Q as wgmma's operand."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.block_n, 16])
     row = piece.row_start + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    WIDTH: gl.constexpr = SPEC.width
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     head = piece.kv_head * SPEC.group + row % SPEC.group
     token = piece.q_start + row // SPEC.group
     place = gl.cast(piece.batch, gl.int64) * (n.stride_qb * SPEC.vector)
@@ -130,7 +132,11 @@ def _queries(W: gl.constexpr, q, piece: Piece, at: Ring, n: Numbers, SPEC: gl.co
     x = gl.load(q + place[:, None] + column[None, :], mask=inside[:, None], other=0.0)
     tile = at.q.index(W)
     tile.store(x)
-    return tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    if SPEC.q_in_registers:
+        return tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    else:
+        fence_async_shared()
+        return tile
 
 
 @gluon.jit
@@ -221,8 +227,8 @@ def _clean(count, key, piece: Piece, at: Ring, SPEC: gl.constexpr, STAGES: gl.co
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     BN: gl.constexpr = SPEC.block_n
-    WORDS: gl.constexpr = tile_layout(BN, 32, SPEC.whole_rows)
-    SHAPE: gl.constexpr = [STAGES, BN, 64]
+    WORDS: gl.constexpr = tile_layout(BN, SPEC.width, 32, SPEC.whole_rows)
+    SHAPE: gl.constexpr = [STAGES, BN, SPEC.width // 2]
     _wait_for(at.v_full, count, STAGES)
     tile = as_tile(at.v, gl.int32, SHAPE, WORDS).index(count % STAGES)
     token = key + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
@@ -246,9 +252,10 @@ def _with_nonfinite(acc, cut, rows: Rows, piece: Piece, source: Source, n: Numbe
     Key by key, since 0 times such a value is NaN. Behind all products: a branch among them that
     changes O serialises wgmma (C7514).
     """
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    WIDTH: gl.constexpr = SPEC.width
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     high = gl.convert_layout(rows.high, gl.SliceLayout(1, O_LAYOUT))
-    column = gl.arange(0, 128, gl.SliceLayout(0, O_LAYOUT))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, O_LAYOUT))
     head = source.v + piece.kv_head * (n.stride_vh * SPEC.vector)
     stop = gl.minimum(piece.length, piece.stop * SPEC.block_n)
     table = place_of(source, piece.batch, SPEC)
@@ -267,7 +274,8 @@ def _with_nonfinite(acc, cut, rows: Rows, piece: Piece, source: Source, n: Numbe
 def _first(queries, is_cut, rows: Rows, piece: Piece, at: Ring, n: Numbers, SPEC: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """The walk after the piece's last tile, which comes first."""
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    WIDTH: gl.constexpr = SPEC.width
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     key = (piece.stop - 1) * SPEC.block_n
     _wait_for(at.k_full, 0, STAGES)
     s = _scores(queries, 0, at, SPEC, STAGES)
@@ -282,7 +290,7 @@ def _first(queries, is_cut, rows: Rows, piece: Piece, at: Ring, n: Numbers, SPEC
     odd = 0
     if is_cut:
         odd = _clean(0, key, piece, at, SPEC, STAGES)
-    return Walk(p, gl.zeros([64, 128], gl.float32, O_LAYOUT), m, l, odd)
+    return Walk(p, gl.zeros([64, WIDTH], gl.float32, O_LAYOUT), m, l, odd)
 
 
 @gluon.jit
