@@ -55,7 +55,8 @@ class Panels:
         if not 0 <= page < len(self.x):
             return torch.zeros(self.rows // 8, panels, 8, 64, dtype=self.dtype)
         found = self.x[page, group * 8 : group * 8 + self.rows, panel // panels]
-        return _in_panels(found)
+        past = found.new_zeros(self.rows - len(found), found.shape[-1])
+        return _in_panels(torch.cat((found, past)))
 
 
 def _in_panels(rows):

@@ -45,6 +45,10 @@ FEATURES = {
     "tall_blocks": {"seqlen_q": 64},
     "tall_two_pieces": {"seqlen_q": 32, "batch": 8, "seqlen_k": 16384},
     "tall_four_pieces": {"seqlen_q": 16, "batch": 8, "seqlen_k": 16384},
+    "tall_shared": {"seqlen_q": 16, "batch": 4, "seqlen_k": 4096},
+    "tall_shared_128": {"seqlen_q": 32, "batch": 4, "seqlen_k": 4096},
+    "tall_shared_16": {"seqlen_q": 16, "batch": 2, "seqlen_k": 16384, "heads": 16, "kv_heads": 4},
+    "tall_of_dense": {"seqlen_q": 16, "page": 32768, "batch": 4},
 }  # fmt: skip
 
 

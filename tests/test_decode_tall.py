@@ -77,6 +77,7 @@ WIDE = {
     "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_WIDE),
     "dense": Case((15, 15), (350, 150), used=True, causal=True, **_WIDE),
     "one_page": Case((15, 15), (77, 90), page=90, **_WIDE),
+    "ends_in_a_tile": Case((5, 5), (350, 550), page=600, causal=True, **_WIDE),
     "not_finite": replace(SPOILT, dim=256, dim_v=256),
 }
 
@@ -205,9 +206,13 @@ COMPILED = [
     {"arch": "sm_90", "dim": 128, "features": name}
     for name in (
         "tall_64", "tall_128", "tall_pages_of_256", "tall_float16", "tall_balanced", "tall_blocks",
-        "tall_two_pieces", "tall_four_pieces",
+        "tall_two_pieces", "tall_four_pieces", "tall_shared", "tall_shared_128", "tall_shared_16",
     )
 ]  # fmt: skip
+COMPILED += [
+    {"arch": "sm_90", "dim": 256, "features": name}
+    for name in ("tall_64", "tall_shared", "tall_shared_16", "tall_four_pieces", "tall_of_dense")
+]
 
 
 def test_loads_beside_tma_are_found():
@@ -235,7 +240,8 @@ def test_it_compiles_and_no_products_wait_for_each_other():
         main = [walk for walk in used["walks"] if walk["instructions"] < 500]
         assert main and all(walk["spills"] == 0 for walk in main), used
         if used["features"] != "tall_blocks":  # without uniform registers they are 345
-            assert all(walk["instructions"] < 320 for walk in main), used
+            most = 320 if used["dim"] == 128 else 420
+            assert all(walk["instructions"] < most for walk in main), used
         # A producer that waits for page ids in its step waits before it asks for the tile.
         assert used["loads_beside_tma"] == 0, used
         assert used["shared_bytes"] <= 227 << 10 and used["tma_loads"] > 0, used

@@ -216,6 +216,12 @@ def test_pieces_of_a_decode():
     some = replace(problem, seqlen_q=16, tokens_q=16)
     found = predict(some, Hardware.named("H200"), choose_decode(some, 132)).tilings["split"]
     assert (found.num_programs, found.waves, found.blocks_per_sm) == (128, 1, 2)
+    several = replace(some, batch=8, tokens_q=128, seqlen_k=8192, head_dim=256, head_dim_v=256)
+    config_of_several = choose_decode(several, 132)
+    found = predict(several, Hardware.named("H200"), config_of_several).tilings["split"]
+    # Programs that only unequal lengths need have no piece; 256 columns of Q are not in registers.
+    assert config_of_several.balanced and found.num_programs == 8 * 8 * 2 and found.waves == 1
+    assert found.shared["q"] == 32 * KIB and set(found.registers) == {"o", "s", "p"}
     with pytest.raises(ValueError, match="needs 1568 KiB of shared memory; H200 gives 227 KiB"):
         predict(problem, Hardware.named("H200"), replace(config, num_stages=49))
     with pytest.raises(ValueError, match="seqlen_k: got 0"):

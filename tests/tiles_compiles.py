@@ -43,7 +43,8 @@ DECODES = (
     ("sm_90", 256, "speculative"),
     ("sm_90", 128, "terms"),
     *(("sm_80", 128, name) for name in ("page_16", "wide")),
-    *(("sm_90", 128, name) for name in ("tall_64", "tall_128")),
+    *(("sm_90", 128, name) for name in ("tall_64", "tall_128", "tall_shared")),
+    ("sm_90", 256, "tall_64"),
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def registers(problem: Problem, config: Any, hardware: Hardware) -> dict[str, in
     # Groups of tokens each sum up an output of their own.
     outputs = max(1, config.groups) * config.rows * padded(problem.head_dim_v) // threads
     found = {"o": outputs, "s": scores, "p": -(-scores // 2)}
-    if config.tall:
+    if config.tall and padded(problem.head_dim) < 256:  # wider ones are read from shared memory
         found["q"] = config.rows * padded(problem.head_dim) // threads // 2
     return found
 
@@ -99,7 +99,7 @@ def tiling(
     used = -(-used * _computing(config) // config.num_warps)  # of all warps alike
     blocks, limiter = resident_blocks(hardware, config.num_warps, needed, used)
     units = problem.num_kv_heads * config.row_blocks
-    num_programs, num_sms = units * config.programs(problem, hardware.num_sms), hardware.num_sms
+    num_programs, num_sms = units * problem.batch * config.splits, hardware.num_sms
     tokens = sum(-(-s_k // config.block_n) for _, s_k in lengths) * config.block_n
     pairs = cost.num_pairs(problem, lengths) * problem.num_heads
     return Tiling(

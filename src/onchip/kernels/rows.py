@@ -88,7 +88,8 @@ def reads_once(problem: Problem) -> bool:
     of 4k, cut in two, 44 and 41, of 8k 69 and 70; five of 8k, whose 80 tiles are not cut, 105 and
     94; 512 rows, 3 sequences of 16k 197 and 212; 128 rows, 8 of 16k 145 and 139, 16 of 4k 76 and
     74, 32 of 4k 143 and 146. D = 64: 64 rows, one of 32k 47 and 31, 8 of 8k 53 and 53; 128 rows 47
-    and 50, 53 and 92. D = 256: 32 rows 95 and 122, 147 and 230; 128 rows 97 and 225, 151 and 434.
+    and 50, 53 and 92. D = 256, here and by the portable walk: 32 rows 95 and 122, 147 and 230; 128
+    rows 97 and 225, 151 and 434; 2026-12-01, 16 rows, 87 and 96, 150 and 180, one of 4k 27 and 21.
     """
     rows = problem.seqlen_q * problem.group
     is_wide = problem.head_dim > 128
@@ -101,10 +102,9 @@ def reads_once(problem: Problem) -> bool:
     pieces = min(MOST_PIECES, NUM_SMS // max(tiles, 1), problem.seqlen_k // (2 * TILE_ROWS))
     ctas = tiles * max(1, pieces)
     fills = 10 * ctas >= 7 * NUM_SMS
-    if is_wide and suits_tall(problem):
-        return False
-    if is_wide:  # 1.4 times as fast as the decode with 32 rows, 2.3 to 2.9 times with 128
-        return rows > FEW_ROWS and (fills or (rows > TILE_ROWS // 2 and 10 * ctas >= 4 * NUM_SMS))
+    if is_wide:  # where the walk for many rows does not walk: 1.4 to 2.9 times as fast
+        some = rows > TILE_ROWS // 2 and 10 * ctas >= 4 * NUM_SMS
+        return not suits_tall(problem) and rows > FEW_ROWS and (fills or some)
     if not suits_tall(problem):
         return rows > TILE_ROWS // 2 and fills
     if rows <= TILE_ROWS:

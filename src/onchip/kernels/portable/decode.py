@@ -13,7 +13,7 @@ whose least size is 8. The tokens of a tile are dealt to as many groups as there
 keeps its own statistics, so the loop needs no exchange between warps, and the groups are merged
 once, at the end. The wide walk (more rows) has rows as M and one set of statistics. On Hopper
 one query a sequence and many rows have walks of their own (`decode_direct`, `decode_tall`), which
-merge in their own launch, up to 8 equal pieces of many rows; the former appends one new token a
+merge in their own launch, unless very many pieces of many rows; the former appends one new token a
 sequence in it too. The portable kernels are in `decode_walk`.
 
 Schedule: a piece's size follows from shapes alone. With many sequences the programs also look

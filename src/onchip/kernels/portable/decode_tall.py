@@ -1,11 +1,12 @@
 """The decode of many query rows on Hopper, in Gluon: K and V are read once for up to 128 rows.
 
-Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows (queries of
-the sequence x heads of the group; row r is query r // group and head r % group). Producers of one
-warp load tiles of K and V by TMA into rings of slots, by page where keys are paged. One or two
-consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in registers, online
-softmax, O += P V with P in registers. S of a tile is issued together with P V of the one before.
-With two consumers and tiles of 64 keys one producer loads K and one V.
+Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows, at D = 256
+64 (queries of the sequence x heads of the group; row r is query r // group and head r % group).
+Producers of one warp load tiles of K and V by TMA into rings of slots, by page where keys are
+paged. One or two consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in
+registers (D = 256: in shared memory), online softmax, O += P V with P in registers. S of a tile is
+issued together with P V of the one before. With two consumers and tiles of 64 keys one producer
+loads K and one V.
 
 Who waits for whom (an arrow goes from a signal to its wait):
 
@@ -20,11 +21,12 @@ first. Their values must be fit to be multiplied by 0: what lies past the sequen
 in shared memory, and so does what is not finite, which is added at the end, to exactly the rows
 that see it.
 
-Pieces are cut as `decode_tall_cuts` says and joined by neighbours, as `gluon_pieces` says; more
-than 8 equal ones are put aside for a launch that merges (`decode_spec`).
+Pieces are cut as `decode_tall_cuts` says. They share rows out or are joined by neighbours, as
+`gluon_pieces` says, or are put aside for a launch that merges (`decode_config._share_rows`,
+`decode_spec`).
 
-It does not do: D other than 128, windows to the left, left padding, softcap, ALiBi, float8, pages
-that neither divide a tile nor are a multiple of it.
+It does not do: D other than 128 and 256, windows to the left, left padding, softcap, ALiBi, float8,
+pages that neither divide a tile nor are a multiple of it.
 
 Legend: B batch, S_q queries, S_k keys, H_kv key and value heads, D head dimension, P pages, N page
 size, BN keys of a tile, W consumer warpgroups.
@@ -100,7 +102,8 @@ class Tall(Compiled):
         """Whether one producer loads K and V, whose slots become free together.
 
         H200, 2026-11-30, 8 sequences of 16k, us, so and with two producers and slots of their own:
-        64 rows 138.3 and 139.9, 128 rows 144.8 and 142.9, in tiles of 128 keys 147.6 to 152.6.
+        64 rows 138.3 and 139.9, 128 rows 144.8 and 142.9, in tiles of 128 keys 147.6 to 152.6;
+        2026-12-01, D = 256, 8 of 8k, 32 rows 132.5 and 133.5, one of 32k 72.7 and 74.5.
         """
         return self.rows == 64 or self.block_n > 64
 
@@ -318,17 +321,11 @@ def attn_decode_tall(
     to = Results(out, lse, sinks, Partials(partial_out, partial_stats, counters))
     source = Source(q, values, block_table, stride_table)
     at = _ring(k, SPEC, STAGES)
-    if SPEC.rows == 64 and SPEC.is_joint:
+    if SPEC.rows == 64:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
             (producer, (k, v, source, piece, at, "kv", SPEC, STAGES)),
         ], [1], [24])  # fmt: skip
-    elif SPEC.rows == 64:
-        gl.warp_specialize([
-            (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
-            (producer, (k, v, source, piece, at, "k", SPEC, STAGES)),
-            (producer, (k, v, source, piece, at, "v", SPEC, STAGES)),
-        ], [1, 1], [24, 24])  # fmt: skip
     elif SPEC.is_joint:
         gl.warp_specialize([
             (consumer, (0, source, to, piece, at, n, HAS_SINKS, SPEC, STAGES)),
