@@ -15,6 +15,7 @@ import random
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 
 from tests import hopper_forward_model as model
 from tests.gluon_model import (
@@ -23,6 +24,7 @@ from tests.gluon_model import (
     Pointer,
     _role,
     launch_abreast,
+    program,
     set_program,
 )
 
@@ -155,16 +157,22 @@ def run(problem, tensors, changes: dict, abreast: bool, num_sms=4):
     model._cta.programs = (units, programs)
     order = [(x, y) for x in range(units) for y in range(programs)]
     random.Random(0).shuffle(order)
-    model._cta.barriers = {program: model.NamedBarriers() for program in order}
+    model._cta.barriers = {place: model.NamedBarriers() for place in order}
     arguments = (*given, *pointers, *partials, *numbers, spec, config.num_stages)
     if abreast:
-        launch_abreast(decode_tall.attn_decode_tall, order, *arguments)
+        launch_abreast(partial(_program_of, order), len(order), *arguments)
     else:
-        for program in order:
-            set_program(program)
+        for place in order:
+            set_program(place)
             decode_tall.attn_decode_tall(*arguments)
     assert not counters.any(), "counters are not as they were found"
     return out, lse
+
+
+def _program_of(order: list[tuple[int, int]], *arguments) -> None:
+    """One program of several that run at once."""
+    set_program(order[program()])
+    decode_tall.attn_decode_tall(*arguments)
 
 
 def _span(x) -> int:

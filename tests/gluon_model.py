@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -321,7 +321,7 @@ def launch(kernel, programs: int, *arguments) -> None:
         kernel(*arguments)
 
 
-def launch_abreast(kernel, programs: Iterable, *arguments, delay: float = 0.0) -> None:
+def launch_abreast(kernel, programs: int, *arguments, delay: float = 0.0) -> None:
     """Runs all programs at once: for kernels whose programs wait for each other.
 
     Each begins up to `delay` seconds late.
@@ -336,7 +336,7 @@ def launch_abreast(kernel, programs: Iterable, *arguments, delay: float = 0.0) -
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in programs]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(programs)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -299,7 +299,7 @@ def run(problem, tensors, programs: int, config: Config | None = None, delay: fl
         gluon_model.launch(forward.attn_fwd_hopper, _cta.programs, *given)
     else:
         run_abreast = gluon_model.launch_abreast
-        run_abreast(forward.attn_fwd_hopper, range(_cta.programs), *given, delay=delay)
+        run_abreast(forward.attn_fwd_hopper, _cta.programs, *given, delay=delay)
     assert int(counters[0]) == 0, "the counter of tiles is not as it was found"
     assert not counters[4:].any(), "counters of pieces are not as they were found"
     return out, lse, counters[:4]

@@ -372,9 +372,11 @@ def test_which_calls_have_the_heads_of_a_group_side_by_side():
         ({"seqlen_q": 16, "batch": 32}, "hopper"),
         ({"seqlen_q": 16, "seqlen_k": 32768, "head_dim": 64, "head_dim_v": 64}, "hopper"),
         ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 64, "head_dim_v": 64}, "decode"),
-        ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "hopper"),
+        ({"seqlen_q": 8, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "decode"),
+        ({"seqlen_q": 16, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "hopper"),
         ({"seqlen_q": 2, "seqlen_k": 32768, "head_dim": 256, "head_dim_v": 256}, "decode"),
-        ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256}, "hopper"),
+        ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256}, "decode"),
+        ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256, "softcap": 9.0}, "hopper"),
         ({"num_heads": 8, "head_dim": 256, "head_dim_v": 256, "alibi": 1}, "decode"),
         ({"seqlen_q": 4, "num_kv_heads": 1, "head_dim": 256, "head_dim_v": 256}, "decode"),
         # The forward takes multiples of 8.
