@@ -41,5 +41,11 @@ def test_each_object_has_its_own(spec):
     assert len({_file_of(each) for each in (spec, *tall)}) == 3
 
 
-def test_the_digest_is_that_of_all_kernels():
-    assert len(compiled._digest()) == 64
+def test_the_digest_is_that_of_all_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+    found = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("deeper/b.py", "1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        found.add(compiled._digest.__wrapped__())
+    assert len(found) == 3

@@ -158,8 +158,9 @@ def _choose_tall(problem: Problem, num_sms: int) -> DecodeConfig:
     else:
         min_tiles = MIN_TILES
         splits = _tall_splits(units, num_tiles, num_sms, *_tall_costs(tile, problem))
-        # Costs nothing, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us, with it and
-        # without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212. More pieces are merged by a
+        # Balancing costs nothing here, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us,
+        # with it and without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212. Pieces beyond
+        # `MOST_PIECES` are merged by a
         # launch, which does not know how the device cuts: 2026-12-01, 8/1 heads, 4 of 32k 26 and
         # 36 joined by neighbours, D = 256, 2 of 32k 28 and 41.
         balanced = tile.row_blocks == 1 or units >= 2 * num_sms
