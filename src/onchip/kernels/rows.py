@@ -102,9 +102,8 @@ def reads_once(problem: Problem) -> bool:
     pieces = min(MOST_PIECES, NUM_SMS // max(tiles, 1), problem.seqlen_k // (2 * TILE_ROWS))
     ctas = tiles * max(1, pieces)
     fills = 10 * ctas >= 7 * NUM_SMS
-    if (
-        is_wide
-    ):  # where the walk for many rows does not walk: 1.1 to 2.9 times as fast, one of 4k 0.8
+    if is_wide:
+        # Where `decode_tall` does not walk: 1.1 to 2.9 times as fast, one sequence of 4k 0.8.
         some = rows > TILE_ROWS // 2 and 10 * ctas >= 4 * NUM_SMS
         return not suits_tall(problem) and rows > FEW_ROWS and (fills or some)
     if not suits_tall(problem):
