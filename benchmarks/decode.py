@@ -63,6 +63,7 @@ class Row(NamedTuple):
     name: str = ""
     shared: int = 0  # tokens that all sequences begin with
     append: bool = False  # one new token each, rotated
+    dim: int = 128
 
 
 def rows(quick: bool) -> list[Row]:
@@ -91,6 +92,14 @@ def rows(quick: bool) -> list[Row]:
     for heads, n in ((32, 20), (32, 32), (32, 64), (64, 32), (64, 64)):
         found += [Row(heads, 8, (length,) * b, 16, n, name="many queries") for b, length in shapes]
     found += [Row(64, 8, (length,) * b, 16, 16, name="many queries") for b, length in shapes[1::2]]
+    uniform = 1024 + 7168 * torch.rand(64, generator=generator)
+    unequal = tuple(uniform.int().tolist())
+    for heads, n, batch in ((32, 8, 64), (32, 20, 64), (32, 32, 64), (32, 32, 32), (64, 16, 32)):
+        found.append(Row(heads, 8, unequal[:batch], 16, n, name="unequal"))
+    found += [Row(32, 8, unequal, 16, n, name="unequal", dim=d) for d in (64, 256) for n in (8, 32)]
+    for n in (1, 8, 32):
+        shapes = ((32768,), (8192,) * 8, (4096,) * 32)
+        found += [Row(32, 8, x, 16, n, name="other D", dim=d) for d in (64, 256) for x in shapes]
     found += [Row(32, 8, (8192,) * 64, 16, float8=on, name="float8") for on in (False, True)]
     found.append(Row(32, 8, (4096,), 16, append=True, name="append"))
     found.append(Row(32, 8, (4096,) * 64, 16, append=True, name="append"))
@@ -103,7 +112,7 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
     batch, longest = len(row.lengths), max(row.lengths)
     columns = -(-longest // row.page)
     needed = [-(-n // row.page) for n in row.lengths]
-    shape = (sum(needed), row.page, row.kv_heads, 128)
+    shape = (sum(needed), row.page, row.kv_heads, row.dim)
     k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     order = torch.randperm(sum(needed), device="cuda").int()
     table = torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
@@ -112,7 +121,7 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
         table[b, :count] = order[start : start + count]
         start += count
     lengths = torch.tensor(row.lengths, dtype=torch.int32, device="cuda")
-    q = torch.randn(batch, row.seqlen_q, row.heads, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, row.seqlen_q, row.heads, row.dim, device="cuda", dtype=torch.bfloat16)
     if row.shared:
         table[:, : row.shared // row.page] = table[0, : row.shared // row.page]
     extra = {}
@@ -120,8 +129,9 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
     if row.append:
         lengths -= 1
         new["k"], new["v"] = (torch.randn_like(q[:, :, : row.kv_heads]) for _ in range(2))
+        angles = (longest, row.dim // 2)
         new["rotary_cos"], new["rotary_sin"] = (
-            torch.randn(longest, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+            torch.randn(angles, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
     if row.float8:
         scale = torch.full((row.kv_heads,), 0.02, device="cuda")
@@ -142,7 +152,7 @@ def calls_of(row: Row, flash) -> tuple[dict, int]:
         calls["cascade"] = lambda: cascade.attention(q, k, v)
     if flash is not None and not row.float8:
         calls["fa3"] = theirs
-    return calls, 2 * sum(row.lengths) * row.kv_heads * 128 * k.element_size()
+    return calls, 2 * sum(row.lengths) * row.kv_heads * row.dim * k.element_size()
 
 
 def cascade_of(row: Row, table: torch.Tensor) -> Cascade:
@@ -228,7 +238,8 @@ def main() -> None:
         theirs += f", of a read {found['read_us'] / found['onchip_us']:.2f}"
         if row.shared:
             theirs += f", cascade {found['cascade_us']:.1f} us"
-        shape = f"{row.heads}/{row.kv_heads} {found['lengths']} page {row.page} S_q {row.seqlen_q}"
+        shape = f"{row.heads}/{row.kv_heads} D {row.dim} {found['lengths']} page {row.page}"
+        shape += f" S_q {row.seqlen_q}"
         print(f"{row.name or 'row':12} {shape} {ours} {theirs}", flush=True)
         if options.out:
             with open(options.out, "w") as file:

@@ -253,6 +253,28 @@ consumer.packed = lambda weights, dtype, code: weights.to(dtype)
 consumer.operand = lambda p, dtype, code: p
 
 
+_sequence_at = producer.sequence_at
+
+
+def _checked_sequence_at(rank, order, sorts):
+    found = _sequence_at(rank, order, sorts)
+    assert found == _cta.order[rank], f"sequence {found} where {_cta.order[rank]} is due"
+    return found
+
+
+producer.sequence_at = _checked_sequence_at
+
+
+def _order(seqused_k: torch.Tensor | None) -> list[int]:
+    """Sequences as producers should take them: the longest first, if they differ and are long."""
+    lengths = [] if seqused_k is None else seqused_k.tolist()
+    every, longest = list(range(len(lengths))), max(lengths, default=0)
+    differ = longest * len(lengths) * 4 > sum(lengths) * 5
+    if differ and longest * 8 > len(lengths) ** 2:
+        every.sort(key=lambda i: -lengths[i])
+    return every
+
+
 def _packed_in_range(weights, sums, p, acc, l, m, dtype):
     """`weights.packed_in_range`, whose P is what words hold."""
     top = sums.amax(1, keepdim=True).expand(sums.shape)
@@ -293,6 +315,7 @@ def run(problem, tensors, programs: int, config: Config | None = None, delay: fl
     pointers += [None if x is None else Pointer(x) for x in optional]
     numbers = (*arguments.factors_of(problem), arguments.stride_of(tensors.block_table), *sizes)
     _cta.programs = min(programs, num_tiles)
+    _cta.order = _order(tensors.seqused_k)
     _cta.barriers = {program: NamedBarriers() for program in range(_cta.programs)}
     given = (*descriptors, *pointers, *numbers, Pointer(partials), code)
     if delay is None:

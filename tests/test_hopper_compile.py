@@ -26,12 +26,13 @@ SHARED_BYTES = 227 << 10
 # The shapes of the speed goals, and every feature somewhere.
 FAST = [[dim, dim, name] for dim in (64, 128, 256) for name in ("full", "causal")]
 FAST += [[64, 64, "folded"], [128, 128, "folded"]]
-FAST += [[128, 128, "grouped"], [128, 128, "pieces"], [256, 256, "few"]]
+FAST += [[128, 128, "grouped"], [128, 128, "pieces"], [256, 256, "few"], [128, 128, "order"]]
 OTHERS = [
     [128, 128, "packed"],
     [128, 128, "window"],
     [64, 64, "terms"],
     [192, 128, "causal_unaligned"],
+    [256, 256, "order"],
 ]
 PROBLEM = Problem(
     op=Op.FORWARD, device="cuda", arch="sm_90", dtype=torch.bfloat16, kv_dtype=torch.bfloat16,

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from onchip import dispatch
 from onchip.kernels.hopper import arguments, repair, repeated, workspace
 from onchip.kernels.hopper.config import Config, choose_forward, most_pieces
-from onchip.problem import Mask
+from onchip.problem import Layout, Mask
 from tests.model_runs import results_of
 from tests.portable_cases import Case, build, check
 
@@ -82,6 +82,11 @@ GROUPED = {
     "dense": Case((100, 100), (200, 200), causal=True, heads=4, kv_heads=2),
     "sinks": Case((33, 33), (250, 40), used=True, causal=True, sinks=True, heads=16),
     "softcap": Case((9,), (250,), softcap=5.0, window=(100, -1), heads=64, kv_heads=1),
+    # More sequences than a warp has lanes, out of order, some of one length; and all of about one.
+    "order": Case((2,) * 37, (20, 0, 300, 7, 150, 150, 1, 64, 128, 129, 90) * 3 + (3, 200, 5, 260),
+                  page=16, causal=True, heads=4, kv_heads=2),
+    "order_alike": Case((5,) * 5, (90, 100, 95, 80, 99), used=True, **GROUPS_OF_4),
+    "order_heads": Case((130, 130, 130), (40, 400, 150), used=True, causal=True, heads=2),
 }  # fmt: skip
 # Few sequences, whose keys are cut into pieces: the case, and CTAs to be kept busy.
 PIECES = {
@@ -350,6 +355,27 @@ def test_keys_of_few_tiles_are_cut(changes, pieces):
     assert most_pieces(config, problem, 132) == pieces
     code = arguments.code_for(config, problem, 132)
     assert code.in_pieces == (pieces > 1) and bool(code.waits) == (pieces > 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sorts"),
+    [
+        ({"seqlen_q": 16, "batch": 32}, True),
+        ({"seqlen_q": 16, "batch": 128}, True),  # 7.8 tiles a CTA
+        ({"seqlen_q": 16, "batch": 129}, False),
+        ({"seqlen_q": 16, "batch": 128, "num_kv_heads": 16, "num_heads": 128}, False),
+        ({"seqlen_q": 16, "batch": 16}, False),  # all at a time
+        ({"seqlen_q": 17, "batch": 32}, True),  # two tiles a group
+        ({"seqlen_q": 17, "batch": 64}, False),
+        ({"seqlen_q": 16, "batch": 32, "seqused_k": False}, False),
+        ({"seqlen_q": 16, "batch": 32, "layout_q": Layout.PACKED}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_take_sequences_in_the_order_of_their_keys(changes, sorts):
+    problem = _few_queries(**{"seqused_k": True, **changes})
+    code = arguments.code_for(choose_forward(problem), problem, 132)
+    assert (code.sorts > 0) == sorts and not code.in_pieces
 
 
 def test_which_calls_have_the_heads_of_a_group_side_by_side():

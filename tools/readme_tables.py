@@ -232,8 +232,8 @@ def _varied_row(row: dict) -> list[str]:
 def decode(path: Path = RESULTS / "h200" / "decode.json") -> str:
     """Paged decode beside FlashAttention-3, from what `benchmarks/decode.py` wrote."""
     report = json.loads(path.read_text(encoding="utf-8"))
-    where = "{device}, torch {torch}, triton {triton}, {date}, {dtype}, D = 128".format(**report)
-    head = ["heads", "batch, context", "page", "S_q", "cache", "onchip, us", "TB/s"]
+    where = "{device}, torch {torch}, triton {triton}, {date}, {dtype}".format(**report)
+    head = ["heads", "D", "batch, context", "page", "S_q", "cache", "onchip, us", "TB/s"]
     head += ["of a plain read", "FA3, us", "FA3 / onchip"]
     return f"{where}:\n\n{table(head, [_decode_row(row) for row in report['rows']])}"
 
@@ -243,6 +243,7 @@ def _decode_row(row: dict) -> list[str]:
     theirs = row.get("fa3_us")
     return [
         f"{row['heads']}/{row['kv_heads']}",
+        str(row["dim"]),
         f"{batch}, {context}" + (f" ({row['name']})" if row["name"] else ""),
         str(row["page"]),
         str(row["seqlen_q"]),

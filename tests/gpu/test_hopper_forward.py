@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import onchip
 from onchip import reference
 from onchip.kernels import KERNELS
+from onchip.kernels.hopper.arguments import code_for
 from onchip.kernels.hopper.config import choose_forward, most_pieces
 from onchip.kernels.rows import NUM_SMS
 from tests.portable_cases import Case, build, check
@@ -141,6 +142,33 @@ def test_heads_of_a_group_side_by_side(forward, name, dim, dtype):
     assert config.grouped
     assert (most_pieces(config, call.problem, NUM_SMS) > 1) == (name not in UNCUT)
     for _ in range(2):  # counters must be 0 again
+        check(call, *forward.launch(call.problem, call.tensors))
+
+
+# Unequal lengths, of which a producer finds the order: more sequences than a warp has lanes, as
+# many as it sorts, and one more.
+UNEQUAL = {
+    "37": Case((33,) * 37, (900, 0, 2000, 1, 1300, 1300, 64, 128, 129, 700) * 3 + (5, 1900) * 3
+               + (77,), page=16, causal=True, heads=16, kv_heads=4),
+    "128": Case((20,) * 128, tuple((i * 311) % 2400 for i in range(128)), page=64, heads=8,
+                kv_heads=2, causal=True),
+    "129": Case((20,) * 129, tuple((i * 311) % 2400 for i in range(129)), page=64, heads=8,
+                kv_heads=2, causal=True),
+    "alike": Case((20,) * 70, tuple(700 + i % 9 for i in range(70)), page=16, heads=8, kv_heads=2),
+    "heads_apart": Case((150,) * 9, (20, 1000, 300, 1000, 7, 64, 1200, 0, 450), used=True,
+                        causal=True, heads=9, kv_heads=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_sequences_in_the_order_of_their_lengths(forward, name, dim):
+    call = build(replace(UNEQUAL[name], dim=dim, dim_v=dim, dtype=BF16), "cuda")
+    lengths = UNEQUAL[name].lengths_k
+    assert name == "alike" or max(lengths) * 8 > len(lengths) ** 2
+    code = code_for(choose_forward(call.problem), call.problem, NUM_SMS)
+    assert (code.sorts > 0) == (name != "129")
+    for _ in range(2):
         check(call, *forward.launch(call.problem, call.tensors))
 
 

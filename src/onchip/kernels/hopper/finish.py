@@ -112,5 +112,5 @@ def _hand_over(
         else:
             store_rows(out, view, to, n, C)
     else:
-        if view.row < num_rows(n.seqlen_q, C):
+        if view.row < num_rows(view.tile.seqlen_q, C):
             store_tile(out, o, view, to, C)

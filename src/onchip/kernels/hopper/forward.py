@@ -43,7 +43,8 @@ of 16 bytes. Shared memory: q_buffers x BM x D for Q, stages x BN x (D + D_v) fo
 
 Sequences that are packed, or whose keys a tensor cuts short, differ in length: the producer
 reads where they lie and tells the consumers in a note. Packed tiles are numbered along the
-sequences, and a producer walks on from the one where its last tile was.
+sequences, and a producer walks on from the one where its last tile was. Where a CTA has few tiles
+of a batch whose keys a tensor cuts short, the sequences with most keys come first (`order.py`).
 
 A launch is set up while those before it end, and a CTA finds its first tile meanwhile, if no
 tensor of lengths has to be read for that.
@@ -77,6 +78,7 @@ from onchip.kernels.hopper.arguments import lengths_of, resolved_of
 from onchip.kernels.hopper.config import Config
 from onchip.kernels.hopper.consumer import consumer
 from onchip.kernels.hopper.gluon_names import gl
+from onchip.kernels.hopper.order import order_of
 from onchip.kernels.hopper.producer import producer
 from onchip.kernels.hopper.repair import resolve_repair
 from onchip.kernels.hopper.repeated import Repeated
@@ -113,7 +115,8 @@ def attn_fwd_hopper(
     else:
         partials = lse
     to = Outputs(o_desc, out, lse, counters + 1, partials)
-    source = Inputs(q_desc, k_desc, v_desc, lengths, counters)
+    order = order_of(counters, C.sorts)
+    source = Inputs(q_desc, k_desc, v_desc, lengths, counters, order)
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([

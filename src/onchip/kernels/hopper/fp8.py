@@ -102,7 +102,7 @@ def attn_fwd_fp8_hopper(
     scales = Scales(q_scale, k_scale, v_scale, (qb, qh, qn), (kb, kh, kn), (vb, vh, vn))
     at = _shared_memory(q_desc, k_desc, v_desc, o_desc, C)
     to = Outputs(o_desc, out, lse, counters + 1, counters)
-    source = Inputs(q_desc, k_desc, v_desc, lengths, counters)
+    source = Inputs(q_desc, k_desc, v_desc, lengths, counters, counters)
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:
         gl.warp_specialize([

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 
 from onchip.kernels.hopper.barriers import meet_other_launches, settle, wait_for_slot
 from onchip.kernels.hopper.gluon_names import gl, in_pieces, mbarrier, tma_load
+from onchip.kernels.hopper.order import longest_first, sequence_at
 from onchip.kernels.hopper.shared import Inputs, Shared, corner_of, place_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
@@ -19,6 +20,7 @@ from onchip.kernels.hopper.tiles import (
     Tile,
     end_of_tile,
     exists,
+    keys_of,
     kv_head_of,
     num_units,
     number_of,
@@ -117,6 +119,15 @@ def _load_q(
 
 
 @gluon.jit
+def _in_order(tile: Tile, source: Inputs, n: Sizes, C: gl.constexpr):
+    """The same rows of the sequence whose turn it is."""
+    batch = sequence_at(tile.batch, source.order, C.sorts)
+    k_start, seqlen_k = keys_of(batch, n, source.lengths, C)
+    return Tile(tile.row, tile.head, batch, tile.q_start, k_start, tile.seqlen_q, seqlen_k,
+                tile.number)  # fmt: skip
+
+
+@gluon.jit
 def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
     """Tile `t`: (whether there is one, where the CTA's walk stands, the tile)."""
     if C.packed_q:
@@ -125,12 +136,17 @@ def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
         return more, spot, tile_of(t, spot, n, source.lengths, C)
     else:
         tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
+        if C.sorts > 0:
+            tile = _in_order(tile, source, n, C)
         return t < n.num_tiles, spot, tile
 
 
 @gluon.jit
 def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
     """The CTA's first tile, as `_met` returns it."""
+    if C.sorts > 0:
+        num_sequences = n.num_pairs // num_units(n, C)
+        longest_first(source.order, source.lengths.seqused_k, num_sequences, C.sorts)
     return _met(gl.program_id(0), start_of_walk(source.lengths, C), source, n, C)
 
 

@@ -32,7 +32,7 @@ def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     if C.packed_q:  # (H, T_q)
         start = gl.cast(head, gl.int64) * n.tokens_q + tile.q_start
     else:
-        start = gl.cast(tile.batch * n.num_heads + head, gl.int64) * n.seqlen_q
+        start = gl.cast(tile.batch * n.num_heads + head, gl.int64) * tile.seqlen_q
     gl.store(to.lse + start + query_of(index, C), (top + gl.log2(l)) * LN2, mask=inside)
 
 
@@ -75,7 +75,7 @@ def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     start = (tile.q_start + query_of(index, C)).to(gl.int64) * n.num_heads
     if not C.packed_q:
-        start += gl.cast(tile.batch * n.num_heads, gl.int64) * n.seqlen_q
+        start += gl.cast(tile.batch * n.num_heads, gl.int64) * tile.seqlen_q
     if C.heads > 1:
         start += tile.head * C.heads + index % C.heads
     else:

@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     v: object
     lengths: object  # Lengths
     counter: object  # of tiles handed out
+    order: object  # `order.Order`, where sequences are taken by their keys
 
 
 class Outputs(NamedTuple):

@@ -104,7 +104,7 @@ def _span(cu_seqlens, batch):
 
 
 @gluon.jit
-def _keys_of(batch, n: Sizes, lengths: Lengths, C: gl.constexpr):
+def keys_of(batch, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Where a sequence's keys begin in memory, and how many there are."""
     start = 0
     size = n.seqlen_k
@@ -184,7 +184,7 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
         pair = t // n.num_blocks
     units = num_units(n, C)
     batch = pair // units
-    k_start, seqlen_k = _keys_of(batch, n, lengths, C)
+    k_start, seqlen_k = keys_of(batch, n, lengths, C)
     row = block * C.block_m
     if C.is_folded:
         row = block * 64
@@ -238,7 +238,7 @@ def tile_of(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     else:
         head, block = _place(index, units, num_blocks, n)
     batch = gl.minimum(spot.batch, n.num_pairs // units - 1)
-    k_start, seqlen_k = _keys_of(batch, n, lengths, C)
+    k_start, seqlen_k = keys_of(batch, n, lengths, C)
     return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k, t)
 
 
