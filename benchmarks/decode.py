@@ -97,7 +97,7 @@ def rows(quick: bool) -> list[Row]:
     for heads, n, batch in ((32, 8, 64), (32, 20, 64), (32, 32, 64), (32, 32, 32), (64, 16, 32)):
         found.append(Row(heads, 8, unequal[:batch], 16, n, name="unequal"))
     found += [Row(32, 8, unequal, 16, n, name="unequal", dim=d) for d in (64, 256) for n in (8, 32)]
-    for n in (1, 8, 32):
+    for n in (1, 2, 8, 32):
         shapes = ((32768,), (8192,) * 8, (4096,) * 32)
         found += [Row(32, 8, x, 16, n, name="other D", dim=d) for d in (64, 256) for x in shapes]
     found += [Row(32, 8, (8192,) * 64, 16, float8=on, name="float8") for on in (False, True)]

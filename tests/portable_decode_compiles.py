@@ -42,6 +42,7 @@ FEATURES = {
     "tall_float16": {"seqlen_q": 32, "page": 256, "dtype": torch.float16,
                      "kv_dtype": torch.float16},
     "tall_balanced": {"seqlen_q": 32, "batch": 64},
+    "tall_balanced_64": {"seqlen_q": 8, "batch": 64},
     "tall_blocks": {"seqlen_q": 64},
     "tall_two_pieces": {"seqlen_q": 32, "batch": 8, "seqlen_k": 16384},
     "tall_four_pieces": {"seqlen_q": 16, "batch": 8, "seqlen_k": 16384},

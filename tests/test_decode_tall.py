@@ -52,8 +52,7 @@ CUTS = (
     {"splits": 2, "balanced": True, "min_tiles": 1},
 )
 # More pieces than two.
-MANY_PIECES = {5: Case((5,), (350,), page=16, causal=True, **GQA),
-               6: Case((5,), (350,), page=16, causal=True, **GQA),
+MANY_PIECES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
                17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
 #: Pieces that share out rows, of one warpgroup and two, with a sequence of one piece, or none.
 _BALANCED = {"balanced": True, "splits": 3, "shares": 8}
@@ -66,8 +65,22 @@ SHARED = {
     "packed": (CASES["packed"], {"splits": 3, "shares": 8}),
     "of_two_blocks": (CASES["two_blocks"], {"splits": 4, "shares": 8}),
     "of_17_tiles": (MANY_PIECES[17], {"splits": 16, "shares": 16}),
+    "of_16_tiles": (Case((5,), (1024,), page=64, causal=True, **GQA),
+                    {"splits": 16, "shares": 16}),
     "wide": (replace(MANY_PIECES[17], dim=256, dim_v=256), {"splits": 9, "shares": 16}),
+    "narrow": (replace(MANY_PIECES[17], dim=64, dim_v=64), {"splits": 6, "shares": 8}),
 }  # fmt: skip
+#: Of 64 columns.
+_NARROW = GQA | {"dim": 64, "dim_v": 64}
+NARROW = {
+    "pages_of_16": Case((5,) * 4, (350, 70, 0, 1), page=16, causal=True, **_NARROW),
+    "pages_of_256": Case((9, 9), (550, 10), page=256, causal=True, sinks=True, **_NARROW),
+    "unequal": Case((5,) * 5, (900, 10, 350, 0, 70), page=16, causal=True, **_NARROW),
+    "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_NARROW),
+    "dense": Case((15, 15), (350, 150), used=True, causal=True, **_NARROW),
+    "one_page": Case((15, 15), (77, 90), page=90, **_NARROW),
+    "not_finite": replace(SPOILT, dim=64, dim_v=64),
+}
 #: Of 256 columns, Q in shared memory.
 _WIDE = GQA | {"dim": 256, "dim_v": 256}
 WIDE = {
@@ -77,6 +90,7 @@ WIDE = {
     "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_WIDE),
     "dense": Case((15, 15), (350, 150), used=True, causal=True, **_WIDE),
     "one_page": Case((15, 15), (77, 90), page=90, **_WIDE),
+    "one_row": Case((1,) * 3, (350, 70, 900), page=16, **{**_WIDE, "heads": 2}),
     "ends_in_a_tile": Case((5, 5), (350, 550), page=600, causal=True, **_WIDE),
     "not_finite": replace(SPOILT, dim=256, dim_v=256),
 }
@@ -101,13 +115,15 @@ def _entries() -> dict[str, dict]:
             found[f"shared-{name}{'-abreast' * len(order)}"] = {
                 "case": case, "config": {"balanced": False, "min_tiles": 1, **config}, **order
             }  # fmt: skip
-    for name, case in WIDE.items():
-        for cut in CUTS:
-            kind = "balanced" if cut["balanced"] else cut["splits"]
-            found[f"wide-{name}-{kind}"] = {"case": case, "config": cut}
-    found["wide-not_finite-3"]["poison"] = found["wide-not_finite-balanced"]["poison"] = math.inf
-    entry = {"case": WIDE["pages_of_16"], "config": CUTS[1], "heads_first": True}
-    found["wide-heads_first"] = entry
+    for width, cases in (("wide", WIDE), ("narrow", NARROW)):
+        for name, case in cases.items():
+            for cut in CUTS:
+                kind = "balanced" if cut["balanced"] else cut["splits"]
+                found[f"{width}-{name}-{kind}"] = {"case": case, "config": cut}
+        for kind in (3, "balanced"):
+            found[f"{width}-not_finite-{kind}"]["poison"] = math.inf
+        entry = {"case": cases["pages_of_16"], "config": CUTS[1], "heads_first": True}
+        found[f"{width}-heads_first"] = entry
     found["outweighed"] = {"case": OUTWEIGHED, "config": CUTS[1], "outweighs": True}
     return found
 
@@ -148,7 +164,7 @@ def test_what_it_takes():
     assert choose_decode(problem, 132).tall
     assert choose_decode(replace(problem, seqlen_q=64), 132).row_blocks == 2
     others = (
-        {"seqlen_q": 2}, {"arch": "sm_80"}, {"head_dim": 64, "head_dim_v": 64}, {"page_size": 8},
+        {"seqlen_q": 2}, {"arch": "sm_80"}, {"head_dim": 96, "head_dim_v": 96}, {"page_size": 8},
         {"page_size": 48}, {"softcap": 1.0}, {"alibi": 1}, {"mask": Mask(100, 0)},
         {"leftpad": True}, {"kv_dtype": torch.float8_e4m3fn}, {"scale": -1.0},
         {"unaligned": ("v",)}, {"page_size": 20, "seqlen_k": 20}, {"page_size": 1, "seqlen_k": 1},
@@ -158,6 +174,50 @@ def test_what_it_takes():
     assert not choose_decode(problem, 132, is_aligned=False).tall
     assert choose_decode(replace(problem, page_size=90, seqlen_k=90), 132).tall
     assert choose_decode(replace(problem, num_splits=1), 132).tall
+    # Rows of a head of K, by their columns.
+    for dim, fewest, most in ((64, 9, 64), (128, 9, 256), (256, 1, 64)):
+        for rows, is_tall in ((fewest - 1, False), (fewest, True), (most, True), (most + 1, False)):
+            if 0 < rows <= 256:
+                own = {"head_dim": dim, "head_dim_v": dim, "num_heads": 2, "seqlen_q": rows}
+                found = choose_decode(replace(problem, **own), 132).tall
+                assert found == is_tall, own
+    assert not choose_decode(replace(problem, head_dim=256), 132).tall  # D_v is 128
+
+
+#: The fastest of the cuts that were timed, see `decode_config._tall_costs`: D, heads of K, rows,
+#: sequences, keys; pieces, K/V tiles in flight, programs on an SM for unequal lengths, shares.
+CUT = {
+    (128, 8, 64, 8, 8192): (2, 6, 1, 0),
+    (128, 8, 64, 4, 4096): (4, 6, 1, 8),
+    (128, 8, 64, 2, 8192): (8, 6, 1, 8),
+    (128, 8, 64, 12, 4096): (1, 6, 1, 0),
+    (128, 8, 64, 32, 4096): (1, 3, 2, 0),
+    (128, 8, 64, 1, 32768): (16, 3, 1, 16),
+    (128, 8, 128, 8, 8192): (2, 6, 1, 0),
+    (128, 8, 128, 12, 4096): (1, 6, 1, 0),
+    (128, 8, 128, 20, 4096): (2, 6, 1, 0),
+    (128, 1, 64, 4, 32768): (32, 3, 1, 0),  # merged by a launch; 33 were timed
+    (256, 8, 64, 1, 32768): (16, 3, 1, 16),
+    (256, 8, 64, 4, 4096): (4, 3, 1, 8),
+    (256, 8, 64, 12, 4096): (1, 3, 1, 0),
+    (256, 8, 4, 8, 8192): (2, 3, 1, 0),
+    (64, 8, 64, 1, 32768): (16, 6, 1, 16),
+    (64, 8, 64, 4, 4096): (8, 6, 2, 8),
+    (64, 8, 64, 32, 4096): (1, 6, 2, 0),
+}
+
+
+@pytest.mark.parametrize("call", CUT, ids=str)
+def test_how_it_cuts(call):
+    dim, kv_heads, rows, batch, seqlen_k = call
+    problem = replace(_many_rows(), head_dim=dim, head_dim_v=dim, num_kv_heads=kv_heads,
+                      num_heads=4 * kv_heads, seqlen_q=rows // 4, batch=batch, seqlen_k=seqlen_k,
+                      tokens_q=batch * rows // 4)  # fmt: skip
+    config = choose_decode(problem, 132)
+    assert config.tall
+    found = config.splits, config.num_stages, config.sm_pieces, config.shares
+    assert found == CUT[call]
+    assert config.balanced == (batch > 1 and config.splits <= 16)
 
 
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "one_page", "dense"])
@@ -211,7 +271,18 @@ COMPILED = [
 ]  # fmt: skip
 COMPILED += [
     {"arch": "sm_90", "dim": 256, "features": name}
-    for name in ("tall_64", "tall_shared", "tall_shared_16", "tall_four_pieces", "tall_of_dense")
+    for name in (
+        "tall_64",
+        "tall_shared",
+        "tall_shared_16",
+        "tall_four_pieces",
+        "tall_of_dense",
+        "page_16",
+    )
+]
+COMPILED += [
+    {"arch": "sm_90", "dim": 64, "features": name}
+    for name in ("tall_64", "tall_shared", "tall_balanced_64", "tall_of_dense")
 ]
 
 
@@ -240,7 +311,7 @@ def test_it_compiles_and_no_products_wait_for_each_other():
         main = [walk for walk in used["walks"] if walk["instructions"] < 500]
         assert main and all(walk["spills"] == 0 for walk in main), used
         if used["features"] != "tall_blocks":  # without uniform registers they are 345
-            most = 320 if used["dim"] == 128 else 420
+            most = 420 if used["dim"] == 256 else 320
             assert all(walk["instructions"] < most for walk in main), used
         # A producer that waits for page ids in its step waits before it asks for the tile.
         assert used["loads_beside_tma"] == 0, used

@@ -72,9 +72,16 @@ def test_the_decode():
 def test_the_decode_of_many_rows():
     cases = [
         {"arch": "sm_90", "dim": dim, "features": name}
-        for dim, name in ((128, "tall_shared"), (128, "tall_128"), (256, "tall_64"))
+        for dim, name in (
+            (64, "tall_64"),
+            (128, "tall_shared"),
+            (128, "tall_128"),
+            (256, "tall_64"),
+        )
     ]
-    for used in _compiled("portable_decode_compiles.py", cases):
+    found = _compiled("portable_decode_compiles.py", cases)
+    assert sum(used["kernel"] == "attn_decode_tall" for used in found) == len(cases)
+    for used in found:
         if used["kernel"] == "attn_decode_tall":
             # 3.9 moves one register of the wide walk; what that costs was not measured.
             most = 1 if used["dim"] == 256 else 0

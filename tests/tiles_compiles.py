@@ -40,10 +40,11 @@ BACKWARDS = (
 #: Architecture, D, and a name of `portable_decode_compiles.FEATURES`.
 DECODES = (
     *(("sm_90", dim, name) for dim in DIMS for name in ("page_16", "wide", "float8")),
-    ("sm_90", 256, "speculative"),
     ("sm_90", 128, "terms"),
+    ("sm_90", 256, "terms"),
     *(("sm_80", 128, name) for name in ("page_16", "wide")),
     *(("sm_90", 128, name) for name in ("tall_64", "tall_128", "tall_shared")),
+    ("sm_90", 64, "tall_64"),
     ("sm_90", 256, "tall_64"),
 )  # fmt: skip
 

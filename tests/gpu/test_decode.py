@@ -177,13 +177,13 @@ def cut_configs(decode, call):
 
 
 def tall_call(case, dim, dtype=BF16):
-    """A case of the tall walk, with as many queries of 256 columns as it takes."""
+    """A case of the tall walk, with as many queries of 64 or 256 columns as it takes."""
     most = 64 if dim == 128 else 64 * case.kv_heads // case.heads
     lengths_q = tuple(min(n, most) for n in case.lengths_q)
     return build(replace(case, lengths_q=lengths_q, dim=dim, dim_v=dim, dtype=dtype), "cuda")
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", TALL)
 def test_tall_walk(decode, name, dim):
     call = tall_call(TALL[name], dim)
@@ -193,8 +193,28 @@ def test_tall_walk(decode, name, dim):
             check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1,) * 4, (3530, 70, 0, 1), page=16, causal=True, heads=2, kv_heads=2),
+        Case((1, 1), (5300, 256), page=256, sinks=True, heads=8, kv_heads=2),
+        Case((2, 0, 1), (1900, 17, 80), page=16, packed=True, causal=True, heads=4, kv_heads=1),
+        Case((1,) * 40, (500, 3) * 20, page=64, causal=True, heads=16, kv_heads=4),
+        Case((7, 7), (1900, 170), used=True, causal=True, heads=1, kv_heads=1),
+    ],
+    ids=["1", "4", "8", "many", "dense"],
+)
+def test_tall_walk_of_few_rows_of_256_columns(decode, case, dtype):
+    call = build(replace(case, dim=256, dim_v=256, dtype=dtype), "cuda")
+    for config in cut_configs(decode, call):
+        assert config.tall
+        for _ in range(2):
+            check(call, *decode.launch_with(config, call.problem, call.tensors))
+
+
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_64", "pages_of_256", "two_blocks"])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tall_walk_of_pages_that_hold_head_after_head(decode, name, dim):
     call = tall_call(TALL[name], dim)
     for x in "kv":
@@ -208,7 +228,7 @@ WHOLE = ("pages_of_16", "pages_of_256", "two_blocks", "dense_whole", "packed")
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tall_walk_of_whole_sequences(decode, name, dim):
     call = tall_call(TALL[name], dim, F16)
     config = next(configs(decode, call))
@@ -217,7 +237,7 @@ def test_tall_walk_of_whole_sequences(decode, name, dim):
 
 
 @pytest.mark.parametrize("name", ["pages_of_16", "pages_of_256", "two_blocks"])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tall_walk_reads_no_table_entry_past_the_end(decode, name, dim):
     call = tall_call(TALL[name], dim)
     for b, length in enumerate(call.case.lengths_k):
@@ -228,8 +248,9 @@ def test_tall_walk_reads_no_table_entry_past_the_end(decode, name, dim):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("queries, dim", [(6, 128), (30, 128), (6, 256)])  # 30: two warpgroups
+@pytest.mark.parametrize("queries, dim", [(6, 64), (6, 128), (30, 128), (6, 256)])
 def test_tall_walk_keeps_what_is_not_finite_to_its_rows(decode, queries, dim, poison):
+    """30 queries of 4 heads: two warpgroups."""
     call = tall_call(Case((queries,), (1500,), heads=4, page=16, causal=True), dim)
     _, _, v = call.sequences[0]
     for key in (3, 1490, 1499):
@@ -240,7 +261,7 @@ def test_tall_walk_keeps_what_is_not_finite_to_its_rows(decode, queries, dim, po
         check(call, *decode.launch_with(config, call.problem, call.tensors))
 
 
-@pytest.mark.parametrize("seqlen_q, dim", [(16, 128), (48, 128), (16, 256)])
+@pytest.mark.parametrize("seqlen_q, dim", [(16, 64), (16, 128), (48, 128), (1, 256), (16, 256)])
 def test_tall_walk_of_a_cache_by_index_and_at_new_addresses(seqlen_q, dim):
     """Repeated calls describe k and v at their own addresses."""
     for seed in range(4):
@@ -288,7 +309,8 @@ def _cache(batch, longest, page=16, heads=8, kv_heads=2, dim=128, seqlen_q=1):
 
 @pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    "seqlen_q, dim", [(1, 128), (2, 128), (4, 128), (16, 128), (40, 128), (16, 256)]
+    "seqlen_q, dim",
+    [(1, 128), (2, 128), (4, 128), (16, 128), (40, 128), (1, 256), (16, 256), (1, 64), (16, 64)],
 )  # the narrow walk, the wide, the tall
 def test_one_split_is_batch_invariant(seqlen_q, dim, kv_dtype):
     q, k, v, table = _cache(37, 3000, seqlen_q=seqlen_q, dim=dim)

@@ -12,9 +12,10 @@ import torch
 
 from onchip.problem import Problem
 
-#: Most rows of a key/value head (queries x heads of its group) that are few. H200, 2026-12-01, 16
-#: rows, us, by the walk for many and the other: D = 128, one sequence of 32k 40.1 and 43.1, 8 of 8k
-#: 68.6 and 72.8, 32 of 4k 124.6 and 130.2; D = 256 70.3 and 96.8, 127.6 and 179.5, 243.7 and 349.3.
+#: Most rows of a key/value head (queries x heads of its group) that are few, up to D = 128. H200,
+#: 2026-12-01, 16 rows, us, by the walk for many and the other: D = 64, one sequence of 32k 25.4 and
+#: 31.8, 8 of 8k 42.0 and 51.4, 32 of 4k 67.8 and 92.4; 128 40.1 and 43.1, 68.6 and 72.8, 124.6 and
+#: 130.2.
 FEW_ROWS = 8
 #: Query heads of one head of K that the Hopper forward can put side by side in a tile, and the
 #: rows of such a tile.
@@ -40,11 +41,14 @@ def shares_of(pieces: int) -> int:
 def suits_tall(problem: Problem) -> bool:
     """Whether the decode has its walk for many rows, which reads keys once for 128 of them.
 
-    Of 256 columns it has up to 64 rows. H200, 2026-12-01, us, 64 rows, by it and by the forward:
-    one sequence of 32k 74 and 85, 8 of 8k 134 and 147, 32 of 4k 251 and 253.
+    Of 64 and 256 columns it has up to 64 rows. H200, 2026-12-01, us, by it and by the forward: 64
+    rows, one sequence of 32k, 8 of 8k and 32 of 4k, D = 64 25.8 and 33.2, 43.2 and 54.3, 69.4 and
+    84.0, D = 256 74 and 85, 134 and 147, 251 and 253; D = 64, 128 rows 34.3 and 33.0, 55.6 and
+    54.3, 106.6 and 84.6. Of 256 columns it has any number of rows: 4 by it and by the walk for few
+    69.7 and 73.8, 125.5 and 132.0, 241.9 and 247.6, one of 1k 8.8 and 11.8.
     """
     size, rows = problem.page_size, problem.seqlen_q * problem.group
-    takes = {128: rows > FEW_ROWS, 256: FEW_ROWS < rows <= 64}
+    takes = {64: FEW_ROWS < rows <= 64, 128: rows > FEW_ROWS, 256: rows <= 64}
     # A page that holds all keys is one piece, if it is as long as a tile.
     fits = size % tall_block_n(problem) == 0 or size in (16, 32, 64)
     fits = fits or size >= max(problem.seqlen_k, tall_block_n(problem))
@@ -87,9 +91,9 @@ def reads_once(problem: Problem) -> bool:
     heads of K: 256 rows, one sequence of 32k 66 and 73, two of 8k 44 and 46, of 4k 27 and 31; four
     of 4k, cut in two, 44 and 41, of 8k 69 and 70; five of 8k, whose 80 tiles are not cut, 105 and
     94; 512 rows, 3 sequences of 16k 197 and 212; 128 rows, 8 of 16k 145 and 139, 16 of 4k 76 and
-    74, 32 of 4k 143 and 146. D = 64: 64 rows, one of 32k 47 and 31, 8 of 8k 53 and 53; 128 rows 47
-    and 50, 53 and 92. D = 256, here and by the portable walk: 32 rows 95 and 122, 147 and 230; 128
-    rows 97 and 225, 151 and 434; 2026-12-01, 16 rows, 87 and 96, 150 and 180, one of 4k 27 and 21.
+    74, 32 of 4k 143 and 146. D = 64, 128 rows: one of 32k 47 and 50, 8 of 8k 53 and 92. D = 256,
+    here and by the portable walk: 32 rows 95 and 122, 147 and 230; 128 rows 97 and 225, 151 and
+    434; 2026-12-01, 16 rows, 87 and 96, 150 and 180, one of 4k 27 and 21.
     """
     rows = problem.seqlen_q * problem.group
     is_wide = problem.head_dim > 128

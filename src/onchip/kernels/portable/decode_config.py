@@ -151,24 +151,25 @@ def _choose_tall(problem: Problem, num_sms: int) -> DecodeConfig:
     units = problem.batch * problem.num_kv_heads * tile.row_blocks
     num_tiles = _num_tiles(problem, tile)
     # Two programs on an SM, so that one begins while the other ends.
-    two = tile.rows == 64 and problem.head_dim == 128
+    two = tile.rows == 64 and problem.head_dim <= 128
     stages, balanced, min_tiles, sm_pieces, shares = tile.num_stages, False, 1, 1, 0
     if problem.num_splits:
         splits = min(problem.num_splits, num_tiles)
     else:
         min_tiles = MIN_TILES
-        splits = _tall_splits(units, num_tiles, num_sms, *_tall_costs(tile, problem))
+        at_once = 2 * num_sms if problem.head_dim == 64 else num_sms
+        splits = _tall_splits(units, num_tiles, at_once, *_tall_costs(tile, problem))
         # Balancing costs nothing here, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us,
         # with it and without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212. Pieces beyond
-        # `MOST_PIECES` are merged by a
-        # launch, which does not know how the device cuts: 2026-12-01, 8/1 heads, 4 of 32k 26 and
-        # 36 joined by neighbours, D = 256, 2 of 32k 28 and 41.
+        # `MOST_PIECES` are merged by a launch, which does not know how the device cuts: 2026-12-01,
+        # us, 8/1 heads, 4 of 32k 26, joined by neighbours 36, D = 256, 2 of 32k 28 and 41.
         balanced = tile.row_blocks == 1 or units >= 2 * num_sms
         balanced = balanced and splits <= MOST_PIECES and _may_balance(problem, num_sms)
         if two and balanced and units * splits <= num_sms:
             # A grid for unequal lengths has programs without a piece, beside which two with one
             # would meet on an SM; so one fills it. H200, 2026-12-01, us, 3 and 6 stages: 8 of 8k,
-            # 16 rows 73.2 and 69.9, 64 rows 76.3 and 72.3; 16/16 heads 140.0 and 131.1.
+            # 16 rows 73.2 and 69.9, 64 rows 76.3 and 72.3; 16/16 heads 140.0 and 131.1; D = 64, 6
+            # and 12 stages: 8 of 8k 51.5 and 43.3.
             stages, two = 2 * stages, False
         if units * splits <= num_sms * (1 + two) and _share_rows(splits, tile.rows, balanced):
             shares = shares_of(splits)
@@ -183,19 +184,23 @@ def _choose_tall(problem: Problem, num_sms: int) -> DecodeConfig:
     )  # fmt: skip
 
 
-def _tall_costs(tile: _Tile, problem: Problem) -> tuple[float, float, float]:
-    """Rate, start and merging of `_tall_splits`.
+def _tall_costs(tile: _Tile, problem: Problem) -> tuple[float, float, float, float]:
+    """Rate, start, merging and launch of `_tall_splits`.
 
     H200, 2026-12-01, us, by pieces: 64 rows, 8 sequences of 8k 1 91.9, 2 69.9, 4 73.0, 12 of 4k 1
     63.2, 2 66.6, 4 69.5, one of 32k 8 52.2, 16 40.1, 33 45.3; 128 rows, 8 of 8k 1 113.0, 2 78.7, 12
     of 4k 1 66.8, 2 80.3, 4 85.0, 20 of 4k 1 132.8, 2 119.6, 3 122.0; D = 256, 64 rows, 8 of 8k 1
-    135.4, 2 134.3, 12 of 4k 1 119.2, 2 124.8, one of 32k 8 76.0, 16 73.9.
+    135.4, 2 134.3, 12 of 4k 1 119.2, 2 124.8, one of 32k 8 76.0, 16 73.9. D = 64, where two
+    programs on an SM take what memory gives: one of 32k 8 41.6, 16 25.5, 33 26.8, 8 of 8k 2 43.3,
+    4 43.5, 4 of 4k 2 28.1, 4 18.9, 8 14.4, 32 of 4k 1 69.1, 2 78.5.
     """
     if problem.head_dim == 256:
-        return 1.4, 2.5, 2.0
+        return 1.4, 2.5, 2.0, 0.0
+    if problem.head_dim == 64:
+        return 1.5, 3.0, 2.0, 6.0
     if tile.rows == 64:
-        return 1.25, 4.0, 4.0
-    return (1.15, 6.0, 6.0) if tile.block_n == 64 else (1.15, 3.0, 3.0)
+        return 1.25, 4.0, 4.0, 0.0
+    return (1.15, 6.0, 6.0, 0.0) if tile.block_n == 64 else (1.15, 3.0, 3.0, 0.0)
 
 
 def _share_rows(splits: int, rows: int, balanced: bool) -> bool:
@@ -282,7 +287,7 @@ def _tall_tile(problem: Problem) -> _Tile:
     """
     all_rows, block_n = problem.seqlen_q * problem.group, tall_block_n(problem)
     if all_rows <= 64:
-        return _Tile(64, 1, 0, block_n, 8, 3)
+        return _Tile(64, 1, 0, block_n, 8, 6 if problem.head_dim == 64 else 3)
     return _Tile(128, -(-all_rows // 128), 0, block_n, 12, 384 // block_n)
 
 
@@ -318,8 +323,9 @@ def _splits(units: int, num_tiles: int, num_sms: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _tall_splits(
-    units: int, num_tiles: int, num_sms: int, rate: float, start: float, merging: float
-) -> int:
+    units: int, num_tiles: int, num_sms: int, rate: float, start: float, merging: float,
+    launch: float,
+) -> int:  # fmt: skip
     """`_splits` of the walk for many rows.
 
     Args:
@@ -330,12 +336,14 @@ def _tall_splits(
             as memory serves, neither limit holds by itself (their fourth powers are added).
         start: what it costs to begin and end a program, in tiles.
         merging: what it costs to put pieces together.
+        launch: what it costs more if a launch does, beyond `MOST_PIECES`.
     """
 
     def cost(pieces: int, per: int) -> float:
         programs, work = units * pieces, per + start
         shared, alone = programs * work / num_sms, -(-programs // num_sms) * work / rate
-        return (shared**4 + alone**4) ** 0.25 + (merging + pieces / 32 if pieces > 1 else 0)
+        together = merging + pieces / 32 + launch * (pieces > MOST_PIECES)
+        return (shared**4 + alone**4) ** 0.25 + (together if pieces > 1 else 0)
 
     return _cheapest(units, num_tiles, num_sms, cost)
 

@@ -1,7 +1,7 @@
 """The decode of many query rows on Hopper, in Gluon: K and V are read once for up to 128 rows.
 
-Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows, at D = 256
-64 (queries of the sequence x heads of the group; row r is query r // group and head r % group).
+Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows (D = 64 and
+256: 64; queries of the sequence x heads of the group; row r is query r // group and head r % group).
 Producers of one warp load tiles of K and V by TMA into rings of slots, by page where keys are
 paged. One or two consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in
 registers (D = 256: in shared memory), online softmax, O += P V with P in registers. S of a tile is
@@ -25,8 +25,8 @@ Pieces are cut as `decode_tall_cuts` says. They share rows out or are joined by 
 `gluon_pieces` says, or are put aside for a launch that merges (`decode_config._share_rows`,
 `decode_spec`).
 
-It does not do: D other than 128 and 256, windows to the left, left padding, softcap, ALiBi, float8,
-pages that neither divide a tile nor are a multiple of it.
+It does not do: D other than 64, 128 and 256, windows to the left, left padding, softcap, ALiBi,
+float8, pages that neither divide a tile nor are a multiple of it.
 
 Legend: B batch, S_q queries, S_k keys, H_kv key and value heads, D head dimension, P pages, N page
 size, BN keys of a tile, W consumer warpgroups.
@@ -77,8 +77,8 @@ class Tall(Compiled):
 
     Args:
         spec: see there.
-        whole_rows: whether one instruction copies all 128 columns of a page's or tile's rows: in
-            shared memory 8 rows of 64 columns lie together, then the same rows' other columns.
+        whole_rows: whether one instruction copies all columns of a page's or tile's rows: in
+            shared memory 8 rows of 64 columns lie together, then the same rows' next 64.
     """
 
     spec: DecodeSpec
@@ -110,7 +110,7 @@ class Tall(Compiled):
     @property
     def q_in_registers(self) -> bool:
         """Whether Q is wgmma's operand in registers; 256 columns leave no room beside O."""
-        return self.width == 128
+        return self.width <= 128
 
     @property
     def joins(self) -> bool:
@@ -172,7 +172,7 @@ def _ring(k, SPEC: gl.constexpr, STAGES: gl.constexpr):
 def _load(desc, barrier, tiles, slot, ids, row, kv_head, SPEC: gl.constexpr, STAGES: gl.constexpr):
     """Starts to copy BN rows of K or V to a slot, from row `row` of a page or sequence on.
 
-    Of pages that hold less than a tile each is copied by instructions of its own. Where halves of
+    Of pages that hold less than a tile each is copied by instructions of its own. Where panels of
     64 columns do not come together each has its own: in shared memory they lie apart then, row
     after row.
     """
@@ -349,7 +349,7 @@ def tall_of(spec: DecodeSpec, keys: tuple[Tensor, Tensor]) -> Tall:
 
 
 def launcher(spec: Tall, grid: tuple[int, int], device: int) -> Launch:
-    """Of 64 rows of 128 columns two CTAs run on an SM: half of its registers for each."""
-    options = {"maxnreg": 128} if spec.rows == 64 and spec.width == 128 else {}
+    """Of 64 rows of up to 128 columns two CTAs run on an SM: half of its registers for each."""
+    options = {"maxnreg": 128} if spec.rows == 64 and spec.width <= 128 else {}
     # A dependent launch: it is set up while what runs before it ends.
     return Launch(attn_decode_tall, grid, device, num_warps=4, launch_pdl=True, **options)
