@@ -1,11 +1,11 @@
 """The decode of many query rows on Hopper, in Gluon: K and V are read once for up to 128 rows.
 
-Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows (D = 64 and
-256: 64; queries of the sequence x heads of the group; row r is query r // group and head r % group).
-Producers of one warp load tiles of K and V by TMA into rings of slots, by page where keys are
-paged. One or two consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q in
-registers (D = 256: in shared memory), online softmax, O += P V with P in registers. S of a tile is
-issued together with P V of the one before. With two consumers and tiles of 64 keys one producer
+Method: one CTA takes a piece of a sequence's keys for one head of K and up to 128 rows, at D = 64
+and 256 up to 64 (queries of the sequence x heads of the group; row r is query r // group and head
+r % group). Producers of one warp load tiles of K and V by TMA into rings of slots, by page where
+keys are paged. One or two consumer warpgroups, 64 rows each, multiply with wgmma: S = Q K^T with Q
+in registers (D = 256: in shared memory), online softmax, O += P V with P in registers. S of a tile
+is issued together with P V of the one before. With two consumers and tiles of 64 keys one producer
 loads K and one V.
 
 Who waits for whom (an arrow goes from a signal to its wait):
