@@ -29,6 +29,8 @@ FEATURES = {
     "pieces": {"causal": True, "page": 16, "seqlen_q": 64, "seqlen_k": 32768, "batch": 1},
     "few": {"causal": True, "page": 16, "seqlen_q": 16, "seqlen_k": 32768, "batch": 1},
     "order": {"causal": True, "page": 16, "seqlen_q": 16, "batch": 64},
+    "order_apart": {"causal": True, "page": 16, "seqlen_q": 16, "batch": 8},
+    "order_full": {"used": True, "seqlen_q": 128, "batch": 16},
     "terms": {"softcap": 30.0, "alibi": 2, "sinks": True},
     "all": {"softcap": 30.0, "alibi": 1, "sinks": True, "packed": True, "used": True,
             "window": (100, 40)},

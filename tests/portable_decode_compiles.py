@@ -45,7 +45,7 @@ FEATURES = {
     "tall_balanced_64": {"seqlen_q": 8, "batch": 64},
     "tall_blocks": {"seqlen_q": 64},
     "tall_two_pieces": {"seqlen_q": 32, "batch": 8, "seqlen_k": 16384},
-    "tall_four_pieces": {"seqlen_q": 16, "batch": 8, "seqlen_k": 16384},
+    "tall_two_pieces_64": {"seqlen_q": 16, "batch": 8, "seqlen_k": 16384},
     "tall_shared": {"seqlen_q": 16, "batch": 4, "seqlen_k": 4096},
     "tall_shared_128": {"seqlen_q": 32, "batch": 4, "seqlen_k": 4096},
     "tall_shared_16": {"seqlen_q": 16, "batch": 2, "seqlen_k": 16384, "heads": 16, "kv_heads": 4},

@@ -54,6 +54,12 @@ CUTS = (
 # More pieces than two.
 MANY_PIECES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
                17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
+#: Of few rows: a launch merges them too.
+FEW_ROWS = {
+    "one_row": replace(Case((1,), (1088,), page=64, **GQA), heads=2, dim=256, dim_v=256),
+    "four_rows": replace(Case((1, 1), (1088, 70), page=16, **GQA), dim=256, dim_v=256),
+    "12_rows": replace(Case((3, 3), (1088, 70), page=64, causal=True, **GQA), dim=64, dim_v=64),
+}
 #: Pieces that share out rows, of one warpgroup and two, with a sequence of one piece, or none.
 _BALANCED = {"balanced": True, "splits": 3, "shares": 8}
 SHARED = {
@@ -70,7 +76,7 @@ SHARED = {
     "wide": (replace(MANY_PIECES[17], dim=256, dim_v=256), {"splits": 9, "shares": 16}),
     "narrow": (replace(MANY_PIECES[17], dim=64, dim_v=64), {"splits": 6, "shares": 8}),
 }  # fmt: skip
-#: Of 64 columns.
+#: Of 64 columns, and of 256, with Q in shared memory.
 _NARROW = GQA | {"dim": 64, "dim_v": 64}
 NARROW = {
     "pages_of_16": Case((5,) * 4, (350, 70, 0, 1), page=16, causal=True, **_NARROW),
@@ -79,21 +85,13 @@ NARROW = {
     "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_NARROW),
     "dense": Case((15, 15), (350, 150), used=True, causal=True, **_NARROW),
     "one_page": Case((15, 15), (77, 90), page=90, **_NARROW),
+    "ends_in_a_tile": Case((5, 5), (350, 550), page=600, causal=True, **_NARROW),
     "not_finite": replace(SPOILT, dim=64, dim_v=64),
 }
-#: Of 256 columns, Q in shared memory.
-_WIDE = GQA | {"dim": 256, "dim_v": 256}
-WIDE = {
-    "pages_of_16": Case((5,) * 4, (350, 70, 0, 1), page=16, causal=True, **_WIDE),
-    "pages_of_256": Case((9, 9), (550, 10), page=256, causal=True, sinks=True, **_WIDE),
-    "unequal": Case((5,) * 5, (900, 10, 350, 0, 70), page=16, causal=True, **_WIDE),
-    "packed": Case((12, 0, 7), (350, 150, 80), page=16, packed=True, causal=True, **_WIDE),
-    "dense": Case((15, 15), (350, 150), used=True, causal=True, **_WIDE),
-    "one_page": Case((15, 15), (77, 90), page=90, **_WIDE),
-    "one_row": Case((1,) * 3, (350, 70, 900), page=16, **{**_WIDE, "heads": 2}),
-    "ends_in_a_tile": Case((5, 5), (350, 550), page=600, causal=True, **_WIDE),
-    "not_finite": replace(SPOILT, dim=256, dim_v=256),
-}
+WIDE = {name: replace(case, dim=256, dim_v=256) for name, case in NARROW.items()}
+WIDE["one_row"] = replace(
+    Case((1,) * 3, (350, 70, 900), page=16, **GQA), heads=2, dim=256, dim_v=256
+)
 
 
 def _entries() -> dict[str, dict]:
@@ -105,6 +103,10 @@ def _entries() -> dict[str, dict]:
     for splits, case in MANY_PIECES.items():
         config = {"splits": splits, "balanced": False, "min_tiles": 1}
         found[f"pieces-{splits}"] = {"case": case, "config": config}
+    for name, case in FEW_ROWS.items():
+        for splits in (1, 17):
+            config = {"splits": splits, "balanced": False, "min_tiles": 1}
+            found[f"few-{name}-{splits}"] = {"case": case, "config": config}
     for poison in (math.nan, math.inf, -math.inf):
         found[f"{poison}"] = {"case": SPOILT, "config": CUTS[1], "poison": poison}
     for name in ("pages_of_16", "pages_of_64"):
@@ -266,7 +268,7 @@ COMPILED = [
     {"arch": "sm_90", "dim": 128, "features": name}
     for name in (
         "tall_64", "tall_128", "tall_pages_of_256", "tall_float16", "tall_balanced", "tall_blocks",
-        "tall_two_pieces", "tall_four_pieces", "tall_shared", "tall_shared_128", "tall_shared_16",
+        "tall_two_pieces", "tall_two_pieces_64", "tall_shared", "tall_shared_128", "tall_shared_16",
     )
 ]  # fmt: skip
 COMPILED += [
@@ -275,7 +277,7 @@ COMPILED += [
         "tall_64",
         "tall_shared",
         "tall_shared_16",
-        "tall_four_pieces",
+        "tall_two_pieces_64",
         "tall_of_dense",
         "page_16",
     )
@@ -284,6 +286,18 @@ COMPILED += [
     {"arch": "sm_90", "dim": 64, "features": name}
     for name in ("tall_64", "tall_shared", "tall_balanced_64", "tall_of_dense")
 ]
+
+
+def test_what_is_compiled_is_what_its_name_says():
+    from tests.portable_decode_compiles import FEATURES, pose
+
+    for case in COMPILED:
+        name = case["features"]
+        config = choose_decode(pose("sm_90", case["dim"], **FEATURES[name])[0], 132)
+        assert config.tall, name
+        assert config.shares > 0 or "shared" not in name, name
+        assert config.splits == 2 or "two_pieces" not in name, name
+        assert config.balanced or "balanced" not in name, name
 
 
 def test_loads_beside_tma_are_found():

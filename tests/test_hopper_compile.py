@@ -33,6 +33,9 @@ OTHERS = [
     [64, 64, "terms"],
     [192, 128, "causal_unaligned"],
     [256, 256, "order"],
+    [192, 128, "order_apart"],
+    [64, 64, "order_full"],
+    [128, 128, "order_full"],
 ]
 PROBLEM = Problem(
     op=Op.FORWARD, device="cuda", arch="sm_90", dtype=torch.bfloat16, kv_dtype=torch.bfloat16,

@@ -88,6 +88,8 @@ GROUPED = {
     "order_alike": Case((5,) * 5, (90, 100, 95, 80, 99), used=True, **GROUPS_OF_4),
     "order_heads": Case((130, 130, 130), (40, 400, 150), used=True, causal=True, heads=2),
 }  # fmt: skip
+# CTAs among which tiles are so few that sequences are taken in the order of their keys.
+ORDERED = {"order": 12, "order_alike": 3, "order_heads": 3}
 # Few sequences, whose keys are cut into pieces: the case, and CTAs to be kept busy.
 PIECES = {
     "two": (Case((20,), (1100,), page=16, causal=True, **GROUPS_OF_4), 4),
@@ -119,7 +121,8 @@ def _entries() -> list[dict]:
     for dim, names in groups.items():
         for name in names:
             case = replace(GROUPED[name], dim=dim, dim_v=dim)
-            found.append({"name": f"grouped-{name}-{dim}", "case": case})
+            entry = {"name": f"grouped-{name}-{dim}", "case": case}
+            found.append(entry | {"programs": ORDERED[name]} if name in ORDERED else entry)
     for name, (case, programs) in PIECES.items():
         entry = {"case": replace(case, dim=128, dim_v=128), "programs": programs}
         found.append(entry | {"name": f"pieces-{name}"})
@@ -368,6 +371,7 @@ def test_keys_of_few_tiles_are_cut(changes, pieces):
         ({"seqlen_q": 17, "batch": 32}, True),  # two tiles a group
         ({"seqlen_q": 17, "batch": 64}, False),
         ({"seqlen_q": 16, "batch": 32, "seqused_k": False}, False),
+        ({"seqlen_q": 16, "batch": 32, "mask": Mask(1000, 0)}, False),
         ({"seqlen_q": 16, "batch": 32, "layout_q": Layout.PACKED}, False),
     ],
     ids=str,
@@ -376,6 +380,13 @@ def test_which_calls_take_sequences_in_the_order_of_their_keys(changes, sorts):
     problem = _few_queries(**{"seqused_k": True, **changes})
     code = arguments.code_for(choose_forward(problem), problem, 132)
     assert (code.sorts > 0) == sorts and not code.in_pieces
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_models_cases_have_an_order(name):
+    """`hopper_forward_model` holds the order itself to a sorted list."""
+    problem = build(replace(GROUPED[name], dim=128, dim_v=128)).problem
+    assert arguments.code_for(choose_forward(problem), problem, ORDERED[name]).sorts > 0
 
 
 def test_which_calls_have_the_heads_of_a_group_side_by_side():

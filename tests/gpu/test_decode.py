@@ -202,11 +202,13 @@ def test_tall_walk(decode, name, dim):
         Case((2, 0, 1), (1900, 17, 80), page=16, packed=True, causal=True, heads=4, kv_heads=1),
         Case((1,) * 40, (500, 3) * 20, page=64, causal=True, heads=16, kv_heads=4),
         Case((7, 7), (1900, 170), used=True, causal=True, heads=1, kv_heads=1),
+        Case((3, 3), (1900, 170), page=16, causal=True, heads=8, kv_heads=2, dim=64, dim_v=64),
     ],
-    ids=["1", "4", "8", "many", "dense"],
+    ids=["1", "4", "8", "many", "dense", "12_of_64_columns"],
 )
-def test_tall_walk_of_few_rows_of_256_columns(decode, case, dtype):
-    call = build(replace(case, dim=256, dim_v=256, dtype=dtype), "cuda")
+def test_tall_walk_of_few_rows(decode, case, dtype):
+    dim = case.dim if case.dim == 64 else 256
+    call = build(replace(case, dim=dim, dim_v=dim, dtype=dtype), "cuda")
     for config in cut_configs(decode, call):
         assert config.tall
         for _ in range(2):

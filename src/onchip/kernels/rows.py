@@ -44,7 +44,7 @@ def suits_tall(problem: Problem) -> bool:
     Of 64 and 256 columns it has up to 64 rows. H200, 2026-12-01, us, by it and by the forward: 64
     rows, one sequence of 32k, 8 of 8k and 32 of 4k, D = 64 25.8 and 33.2, 43.2 and 54.3, 69.4 and
     84.0, D = 256 74 and 85, 134 and 147, 251 and 253; D = 64, 128 rows 34.3 and 33.0, 55.6 and
-    54.3, 106.6 and 84.6. Of 256 columns it has any number of rows: 4 by it and by the walk for few
+    54.3, 106.6 and 84.6. Of 256 columns it has the fewest too: 4 rows by it and by the walk for few
     69.7 and 73.8, 125.5 and 132.0, 241.9 and 247.6, one of 1k 8.8 and 11.8.
     """
     size, rows = problem.page_size, problem.seqlen_q * problem.group

@@ -2,8 +2,8 @@
 
 Tiles differ in time as their keys do, and a counter hands them out: where the longest come first,
 all CTAs end at about the same time. Every producer finds the order by itself, before its first
-tile: each lane of its warp counts, for some sequences, those that are longer. That takes about
-1 us for 64 of them, less than 0.1 where their lengths turn out to be alike.
+tile: each lane of its warp counts, for some sequences, those that are longer. Where lengths turn
+out to be alike the call takes about 1 us more (H200, 2026-12-01, 64 of 4k 273.2 and 272.3).
 
 Legend: B sequences, padded.
 """

@@ -51,7 +51,8 @@ class DecodeConfig:
         tall: whether `decode_tall` walks.
         sm_pieces: pieces of unequal sequences that an SM gets, about.
         shares: parts of 64 rows that the pieces of a sequence merge among themselves, in the tall
-            walk where all of them run at a time; 0 where neighbours are joined.
+            walk where all of them run at a time. Neighbours are joined where it is 0, if no launch
+            merges, and where the device finds lengths unequal.
     """
 
     rows: int
@@ -279,7 +280,9 @@ def _tile(problem: Problem) -> _Tile:
 
 
 def _tall_tile(problem: Problem) -> _Tile:
-    """Rows of one or two warpgroups, beside the producer's; of 64 rows two programs share an SM.
+    """Rows of one or two warpgroups, beside the producer's.
+
+    Of 64 rows and up to 128 columns two programs share an SM.
 
     H200, 2026-11-30, 64/8 heads: 64 queries (512 rows) of 8 sequences of 16k take 494 us with
     tiles of 128 keys and 538 with 64; 16 queries (128 rows) 154 and 146, and of one of 32k 60 and
