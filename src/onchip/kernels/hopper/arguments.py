@@ -386,27 +386,25 @@ def code_for(config: Config, problem: Problem, num_ctas: int) -> Code:
     if code.is_folded:
         code = code_of(replace(config, folded=False, turns=True), problem)
     num_tiles = sizes_of(code, problem)[_NUM_TILES]
-    is_short = code.is_halved and num_tiles <= 2 * num_ctas
     sorts = SORTED if _has_order(code, problem, num_tiles / num_ctas) else 0
+    is_short = code.is_halved and num_tiles <= 2 * num_ctas
     return replace(code, is_short=is_short, sorts=sorts)
 
 
 def _has_order(code: Code, problem: Problem, tiles: float) -> bool:
     """Whether sequences are taken in the order of their keys.
 
-    H200, 2026-12-01, us, without and with it, keys between 1k and 8k: 3.9 tiles a CTA, 128 rows of
-    Q each, 363 and 325, two tiles a head 279 and 263; 7.8 tiles 658 and 640, two a head 512 and
-    519, four 501 and 514. Behind a window long sequences take no longer than others.
+    H200, 2026-12-01, us, without and with it, 1k to 8k keys: 3.9 tiles a CTA 363 and 325, two of
+    them a head 279 and 263; 7.8 tiles 658 and 640, two a head 512 and 519, four 501 and 514.
+    Behind a window long sequences take no longer than others.
 
     Args:
-        code: without an order.
-        problem: whose sequences they are.
+        code, problem: without an order; whose sequences they are.
         tiles: of a CTA, on the mean.
     """
     is_one = problem.seqlen_q * code.heads <= code.block_m
-    fits = problem.seqused_k and not code.packed_q and 1 < problem.batch <= SORTED
-    fits = fits and problem.mask.left < 0
-    return fits and 1 < tiles <= (8 if is_one else 4)
+    fits = problem.seqused_k and not code.packed_q and problem.mask.left < 0
+    return fits and 1 < problem.batch <= SORTED and 1 < tiles <= (8 if is_one else 4)
 
 
 def code_of(config: Config, problem: Problem) -> Code:
