@@ -54,7 +54,7 @@ CUTS = (
 # More pieces than two.
 MANY_PIECES = {6: Case((5,), (350,), page=16, causal=True, **GQA),
                17: Case((5, 5), (1088, 200), page=64, causal=True, sinks=True, **GQA)}  # fmt: skip
-#: Of few rows: a launch merges them too.
+#: Of few rows, which neighbours join however many pieces there are.
 FEW_ROWS = {
     "one_row": replace(Case((1,), (1088,), page=64, **GQA), heads=2, dim=256, dim_v=256),
     "four_rows": replace(Case((1, 1), (1088, 70), page=16, **GQA), dim=256, dim_v=256),

@@ -163,7 +163,8 @@ def _choose_tall(problem: Problem, num_sms: int) -> DecodeConfig:
         # Balancing costs nothing here, but in tiles of 128 keys. H200, 2026-11-30, 40 queries, us,
         # with it and without: 8 of 16k 261 and 237, 8 of 2k to 16k 153 and 212. Pieces beyond
         # `MOST_PIECES` are merged by a launch, which does not know how the device cuts: 2026-12-01,
-        # us, 8/1 heads, 4 of 32k 26, joined by neighbours 36, D = 256, 2 of 32k 28 and 41.
+        # us, 8/1 heads, 4 of 32k 26, joined by neighbours 36, D = 256, 2 of 32k 28 and 41. Rows so
+        # few that one program merges them at once (`decode_spec`) neighbours join all the same.
         balanced = tile.row_blocks == 1 or units >= 2 * num_sms
         balanced = balanced and splits <= MOST_PIECES and _may_balance(problem, num_sms)
         if two and balanced and units * splits <= num_sms:

@@ -111,7 +111,7 @@ def _merged_rows(config: DecodeConfig, kept: int, problem: Problem) -> int:
     few = config.splits <= _MOST_AMONG_THEMSELVES
     if config.tall and (config.shares or few or config.balanced):
         return 0
-    if not config.tall and kept * width_v <= _MERGED_AT_ONCE:
+    if kept * width_v <= _MERGED_AT_ONCE:
         return 0
     return max(1, min(kept, _MERGED_APART // width_v))
 
