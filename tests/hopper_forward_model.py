@@ -140,6 +140,11 @@ _cta = SimpleNamespace(barriers={}, programs=1)  # of each program
 def _assembly(text, constraints, args, **kwargs):
     if "vote" in text:  # see `weights.rescaled`
         return _array(args[0] * args[1])
+    if "0fFF800000" in text:  # see `edges._kept`
+        x, rest = args
+        column = 8 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
+        seen = rest >= column if "setp.ge" in text else rest <= column
+        return _array(x.where(seen, torch.full_like(x, -torch.inf)))
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:
         number, threads = int(args[0].flatten()[0]), args[0].numel()

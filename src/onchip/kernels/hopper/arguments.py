@@ -469,7 +469,7 @@ def sizes_of(code: Code, problem: Problem, num_ctas: int = NUM_SMS) -> tuple[int
         problem.tokens_q,
         problem.num_heads,
         problem.group,
-        num_pairs,
+        problem.batch,
         num_blocks,
         num_blocks * num_pairs * pieces,
         max(1, heads_per_group(code.config, problem) // code.heads),

@@ -17,6 +17,7 @@ from onchip.kernels.hopper.barriers import (
     settle,
     wait_for_turn,
 )
+from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.finish import finish
 from onchip.kernels.hopper.gluon_names import (
     gl,
@@ -45,10 +46,10 @@ from onchip.kernels.hopper.tiles import (
     Sizes,
     Tile,
     View,
+    anew,
     end_of_keys,
     end_of_tile,
     exists,
-    masked,
     num_before_the_left,
     num_cut_on_the_right,
     number_of,
@@ -77,7 +78,7 @@ def tile_number(done, lengths: Lengths, at: Shared, n: Sizes, C: gl.constexpr):
         return read(done, n, at.notes, C)
     else:
         t = number_of(done)
-        tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, lengths, C)
+        tile = tile_at(gl.minimum(t, anew(n.num_tiles) - 1), n, lengths, C)
         more = t < n.num_tiles
         if C.is_alone:
             more = more & exists(tile, n, C)

@@ -91,7 +91,7 @@ from onchip.together import TOGETHER
 
 _PIECE_COUNTERS = gl.constexpr(NUM_COUNTERS)
 _NUMBERS = (
-    "stride_table seqlen_q seqlen_k tokens_q num_heads group num_pairs num_blocks num_tiles "
+    "stride_table seqlen_q seqlen_k tokens_q num_heads group num_sequences num_blocks num_tiles "
     "heads_per_group left right"
 ).split()
 
@@ -100,11 +100,11 @@ _NUMBERS = (
 def attn_fwd_hopper(
     q_desc, k_desc, v_desc, o_desc, out, lse, counters, cu_seqlens_q, cu_seqlens_k, seqused_k,
     block_table, slopes, sinks, scale: gl.float32, softcap: gl.float32, stride_table,
-    seqlen_q, seqlen_k, tokens_q: gl.int64, num_heads, group, num_pairs, num_blocks, num_tiles,
+    seqlen_q, seqlen_k, tokens_q, num_heads, group, num_sequences, num_blocks, num_tiles,
     heads_per_group, left, right, partials, C: gl.constexpr,
 ):  # fmt: skip
     """One CTA for each multiprocessor."""
-    n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_pairs, num_blocks, num_tiles,
+    n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_sequences, num_blocks, num_tiles,
               heads_per_group, left, right)  # fmt: skip
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, stride_table)
     terms = Terms(scale, softcap, slopes, sinks)
@@ -114,7 +114,7 @@ def attn_fwd_hopper(
         partials = Partials(partials, stats, counters + _PIECE_COUNTERS)
     else:
         partials = lse
-    to = Outputs(o_desc, out, lse, counters + 1, partials)
+    to = Outputs(o_desc, out, lse, counters, partials)
     order = order_of(counters, C.sorts)
     source = Inputs(q_desc, k_desc, v_desc, lengths, counters, order)
     # The first role runs on the kernel's own four warps and takes the registers that are left.
@@ -130,7 +130,7 @@ def attn_fwd_hopper(
             (consumer, (1, lengths, to, terms, at, n, C)),
             (consumer, (2, lengths, to, terms, at, n, C)),
             (producer, (source, at, n, C)),
-        ], [4, 4, 1], [C.registers, C.registers, 24])  # fmt: skip
+        ], [4, 4, 1], [C.registers, C.registers, 32])  # fmt: skip
 
 
 def launch(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,8 @@ from onchip.together import TOGETHER
 
 _NUM_TILES = 7  # place in `tiles.Sizes`
 _NUMBERS = (
-    "qb qh qn kb kh kn vb vh vn seqlen_q seqlen_k tokens_q num_heads group num_pairs num_blocks "
-    "num_tiles heads_per_group left right"
+    "qb qh qn kb kh kn vb vh vn seqlen_q seqlen_k tokens_q num_heads group num_sequences "
+    "num_blocks num_tiles heads_per_group left right"
 ).split()
 
 
@@ -91,17 +91,17 @@ def attn_fwd_fp8_hopper(
     q_desc, k_desc, v_desc, o_desc, out, lse, counters, q_scale, k_scale, v_scale,
     cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, scale: gl.float32, softcap: gl.float32,
-    seqlen_q, seqlen_k, tokens_q: gl.int64, num_heads, group, num_pairs, num_blocks, num_tiles,
+    seqlen_q, seqlen_k, tokens_q, num_heads, group, num_sequences, num_blocks, num_tiles,
     heads_per_group, left, right, C: gl.constexpr,
 ):  # fmt: skip
     """One CTA for each multiprocessor."""
-    n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_pairs, num_blocks, num_tiles,
+    n = Sizes(seqlen_q, seqlen_k, tokens_q, num_heads, group, num_sequences, num_blocks, num_tiles,
               heads_per_group, left, right)  # fmt: skip
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, seqused_k, 0)
     terms = Terms(scale, softcap, slopes, sinks)
     scales = Scales(q_scale, k_scale, v_scale, (qb, qh, qn), (kb, kh, kn), (vb, vh, vn))
     at = _shared_memory(q_desc, k_desc, v_desc, o_desc, C)
-    to = Outputs(o_desc, out, lse, counters + 1, counters)
+    to = Outputs(o_desc, out, lse, counters, counters)
     source = Inputs(q_desc, k_desc, v_desc, lengths, counters, counters)
     # The first role runs on the kernel's own four warps and takes the registers that are left.
     if C.warpgroups == 2:

@@ -31,6 +31,7 @@ from onchip.kernels.hopper.barriers import (
     wait_for_turn,
 )
 from onchip.kernels.hopper.consumer import skip_v, tile_number
+from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.fp8_walk import (
     Scales,
     Tiles,
@@ -63,7 +64,6 @@ from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
     View,
-    masked,
     num_before_the_left,
     num_cut_on_the_right,
     start_of_keys,

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from onchip.kernels import fp8_layout
 from onchip.kernels.hopper.barriers import wait_for_turn
 from onchip.kernels.hopper.consumer import skip_k
+from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.fp8_producer import first_block
 from onchip.kernels.hopper.fp8_weights import (
     first_weights,
@@ -33,7 +34,6 @@ from onchip.kernels.hopper.tiles import (
     Tile,
     View,
     end_of_keys,
-    masked,
 )
 
 BLOCK_Q = gl.constexpr(fp8_layout.BLOCK_Q)

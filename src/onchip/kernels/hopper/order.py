@@ -18,13 +18,14 @@ from onchip.kernels.hopper.gluon_names import gl
 
 _LANES = gl.constexpr(32)
 _AT_A_TIME = gl.constexpr(8)  # sequences that a lane compares its own one with
+_BITS = gl.constexpr(7)  # of a sequence's number: up to 128 are put in order
 _MOST_KEYS = gl.constexpr(1 << 21)  # longer sequences count as so long: sums stay within int32
 
 
 class Order(NamedTuple):
     """Shared memory of the producer's."""
 
-    ranks: object  # (B / 32, 32) how many sequences come before each
+    places: object  # (B / 32, 32) of each sequence, how many come before it << 7, plus its number
     weights: object  # (B / 32, 32) a number of each one's own, the larger the more keys it has
 
 
@@ -33,9 +34,9 @@ def order_of(otherwise, SORTS: gl.constexpr):
     """Memory for the order of `SORTS` sequences at most, or `otherwise` where there is none."""
     if SORTS > 0:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        ranks = gl.allocate_shared_memory(gl.int32, [SORTS // _LANES, _LANES], layout)
+        places = gl.allocate_shared_memory(gl.int32, [SORTS // _LANES, _LANES], layout)
         weights = gl.allocate_shared_memory(gl.int32, [SORTS // _LANES, _LANES], layout)
-        return Order(ranks, weights)
+        return Order(places, weights)
     else:
         return otherwise
 
@@ -69,7 +70,7 @@ def longest_first(order: Order, lengths, num_sequences, SORTS: gl.constexpr):
         total += keys
         longest = gl.maximum(longest, keys)
         order.weights.index(group).store(keys * SORTS + (SORTS - 1 - every))
-        order.ranks.index(group).store(every)
+        order.places.index(group).store((every << _BITS) + every)
     most = gl.max(longest, 0)
     # H200, 2026-12-01, us, 32 queries of 100 sequences of up to 1k 99.5 without an order and 104.2
     # with it, of up to 2k 141.3 and 142.0; of 128 of up to 4k 331.7 and 316.5.
@@ -83,15 +84,16 @@ def longest_first(order: Order, lengths, num_sequences, SORTS: gl.constexpr):
             for i in range((num_sequences + _AT_A_TIME - 1) // _AT_A_TIME):
                 other = others.index(i).load(columns.type.layout)
                 rank -= gl.sum((own[:, None] - other[None, :]) >> 31, 1)
-            order.ranks.index(some).store(rank)
+            every = some * _LANES + lanes
+            order.places.index(some).store((rank << _BITS) + every)
 
 
 @gluon.jit
 def sequence_at(rank, order: Order, SORTS: gl.constexpr):
     """The sequence before which `rank` others come."""
-    lanes = _numbers(_LANES, 1)
-    found = lanes * 0
+    LAYOUT: gl.constexpr = _numbers(_LANES, 1).type.layout
+    found = gl.full([_LANES], 0, gl.int32, LAYOUT)
     for group in gl.static_range(SORTS // _LANES):
-        ranks = order.ranks.index(group).load(lanes.type.layout)
-        found = gl.where(ranks == rank, group * _LANES + lanes, found)
-    return gl.max(found, 0)
+        place = order.places.index(group).load(LAYOUT)
+        found = gl.where(place >> _BITS == rank, place, found)
+    return gl.max(found, 0) & ((1 << _BITS) - 1)

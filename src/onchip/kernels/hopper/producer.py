@@ -18,11 +18,11 @@ from onchip.kernels.hopper.tiles import (
     Sizes,
     Spot,
     Tile,
+    anew,
     end_of_tile,
     exists,
     keys_of,
     kv_head_of,
-    num_units,
     number_of,
     onward,
     post,
@@ -132,10 +132,10 @@ def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
     """Tile `t`: (whether there is one, where the CTA's walk stands, the tile)."""
     if C.packed_q:
         spot = onward(t, spot, n, source.lengths, C)
-        more = spot.batch < n.num_pairs // num_units(n, C)
+        more = spot.batch < n.num_sequences
         return more, spot, tile_of(t, spot, n, source.lengths, C)
     else:
-        tile = tile_at(gl.minimum(t, n.num_tiles - 1), n, source.lengths, C)
+        tile = tile_at(gl.minimum(t, anew(n.num_tiles) - 1), n, source.lengths, C)
         if C.sorts > 0:
             tile = _in_order(tile, source, n, C)
         return t < n.num_tiles, spot, tile
@@ -145,7 +145,7 @@ def _met(t, spot: Spot, source: Inputs, n: Sizes, C: gl.constexpr):
 def first_tile(source: Inputs, n: Sizes, C: gl.constexpr):
     """The CTA's first tile, as `_met` returns it."""
     if C.sorts > 0:
-        num_sequences = n.num_pairs // num_units(n, C)
+        num_sequences = anew(n.num_sequences)
         longest_first(source.order, source.lengths.seqused_k, num_sequences, C.sorts)
     return _met(gl.program_id(0), start_of_walk(source.lengths, C), source, n, C)
 

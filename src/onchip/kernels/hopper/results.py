@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from onchip.kernels.hopper.gluon_names import fence_async_shared, gl, tma, tma_store
 from onchip.kernels.hopper.shared import Outputs, corner_of, plane
 from onchip.kernels.hopper.softmax import halves
-from onchip.kernels.hopper.tiles import Sizes, View, num_rows, query_of
+from onchip.kernels.hopper.tiles import Sizes, View, anew, num_rows, query_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -30,9 +30,9 @@ def store_lse(top, l, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     if C.heads > 1:
         head = head * C.heads + index % C.heads
     if C.packed_q:  # (H, T_q)
-        start = gl.cast(head, gl.int64) * n.tokens_q + tile.q_start
+        start = gl.cast(head, gl.int64) * anew(n.tokens_q) + tile.q_start
     else:
-        start = gl.cast(tile.batch * n.num_heads + head, gl.int64) * tile.seqlen_q
+        start = gl.cast(tile.batch * n.num_heads + head, gl.int64) * anew(tile.seqlen_q)
     gl.store(to.lse + start + query_of(index, C), (top + gl.log2(l)) * LN2, mask=inside)
 
 
@@ -42,7 +42,7 @@ def note_leaks(out, l, view: View, to: Outputs, C: gl.constexpr):
     sums = gl.convert_layout(gl.sum(out * 0.0, 1), l.type.layout)
     _, inside = row_index(view, C)
     leaks = (((sums != 0.0) & (l == l)) | (l == float("inf"))) & inside
-    gl.store(to.leaks + view.rows * 0, gl.full_like(view.rows, 1), mask=leaks)
+    gl.store(to.leaks + (view.rows * 0 + anew(1)), gl.full_like(view.rows, 1), mask=leaks)
 
 
 @gluon.jit
@@ -55,12 +55,9 @@ def store_tile(out, o, view: View, to: Outputs, C: gl.constexpr):
         tma_store(to.tiles, corner, o)
     else:  # in two halves
         left, right = halves(out)
-        for i in gl.static_range(2):
+        for i in range(2):
             tma.store_wait(0)
-            if i == 0:
-                plane(o, 64, C.width_v // 2).store(left)
-            else:
-                plane(o, 64, C.width_v // 2).store(right)
+            plane(o, 64, C.width_v // 2).store(gl.where(i == 0, left, right))
             fence_async_shared()
             tma_store(to.tiles, corner_of(view.tile, view.row, i * (C.width_v // 2), C), o)
 
@@ -73,7 +70,7 @@ def store_rows(out, view: View, to: Outputs, n: Sizes, C: gl.constexpr):
     tile = view.tile
     index = view.row + gl.arange(0, out.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    start = (tile.q_start + query_of(index, C)).to(gl.int64) * n.num_heads
+    start = (tile.q_start + query_of(index, C)).to(gl.int64) * anew(n.num_heads)
     if not C.packed_q:
         start += gl.cast(tile.batch * n.num_heads, gl.int64) * tile.seqlen_q
     if C.heads > 1:

@@ -21,7 +21,7 @@ from onchip.kernels.gluon_rows import (  # noqa: F401 (consumers find all they n
     row_sums,
     widened,
 )
-from onchip.kernels.hopper.tiles import Sizes, Tile, View
+from onchip.kernels.hopper.tiles import Sizes, Tile, View, anew, shift_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -56,8 +56,7 @@ def logits(s, key, view: View, terms: Terms, C: gl.constexpr):
     elif C.alibi_dim > 0:
         s = s * terms.scale
     if C.alibi_dim > 0:
-        shift = view.tile.seqlen_k - view.tile.seqlen_q
-        place = (view.row + view.rows + (shift - key)).to(gl.float32)
+        place = (view.row + view.rows + anew(shift_of(view.tile) - key)).to(gl.float32)
         s = s - view.slope * gl.abs(place[:, None] - view.columns.to(gl.float32)[None, :])
     return s
 

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     tokens_q: object
     num_heads: object
     group: object  # query heads of a KV head
-    num_pairs: object  # B * H, or B * H_kv where a tile has the heads of a group
+    num_sequences: object
     num_blocks: object  # tiles of one head, or group
     num_tiles: object
     heads_per_group: object  # heads that share the L2 cache
@@ -98,6 +98,17 @@ _FEWEST_TILES = gl.constexpr(2)  # of keys in a piece
 
 
 @gluon.jit
+def anew(x):
+    """A number of the launch (int32), read where this stands.
+
+    What follows from such numbers alone LLVM makes before the roles begin, and a consumer has no
+    register to keep it in: 8 to 32 bytes were spilled at D = 256.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32,
+                                     is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
 def _span(cu_seqlens, batch):
     start = gl.load(cu_seqlens + batch)
     return start, gl.load(cu_seqlens + batch + 1) - start
@@ -130,7 +141,7 @@ def query_of(row, C: gl.constexpr):
 def num_rows(num_queries, C: gl.constexpr):
     """Rows of so many queries."""
     if C.heads > 1:
-        return num_queries * C.heads
+        return anew(num_queries) * C.heads
     else:
         return num_queries
 
@@ -139,9 +150,33 @@ def num_rows(num_queries, C: gl.constexpr):
 def num_units(n: Sizes, C: gl.constexpr):
     """Heads, or groups of heads, that a sequence's tiles belong to."""
     if C.heads > 1:
-        return n.num_heads // C.heads
+        return anew(n.num_heads) // C.heads
     else:
         return n.num_heads
+
+
+@gluon.jit
+def shift_of(tile: Tile):
+    """How many more keys than queries a tile's sequence has."""
+    return anew(tile.seqlen_k) - anew(tile.seqlen_q)
+
+
+@gluon.jit
+def last_seen(tile: Tile, n: Sizes):
+    """The last key up to the right edge that a sequence's first query sees; may be negative."""
+    return shift_of(tile) + anew(n.right)
+
+
+@gluon.jit
+def first_seen(tile: Tile, n: Sizes):
+    """The first key from the left edge on that a sequence's first query sees; may be negative."""
+    return shift_of(tile) - anew(n.left)
+
+
+@gluon.jit
+def num_pairs(n: Sizes, C: gl.constexpr):
+    """Sequences times heads, or groups of heads."""
+    return n.num_sequences * num_units(n, C)
 
 
 @gluon.jit
@@ -157,7 +192,7 @@ def kv_head_of(tile: Tile, n: Sizes, C: gl.constexpr):
 def num_pieces(n: Sizes, C: gl.constexpr):
     """Most pieces of a tile's keys."""
     if C.in_pieces:
-        return n.num_tiles // (n.num_pairs * n.num_blocks)
+        return n.num_tiles // (num_pairs(n, C) * n.num_blocks)
     else:
         return 1
 
@@ -165,8 +200,10 @@ def num_pieces(n: Sizes, C: gl.constexpr):
 @gluon.jit
 def _place(t, num_heads, num_blocks, n: Sizes):
     """Tile `t` of so many heads: (its head, its block); in groups, the longest tiles first."""
-    group = t // (n.heads_per_group * num_blocks)
-    rest = t - group * (n.heads_per_group * num_blocks)
+    num_blocks = anew(num_blocks)
+    num_tiles = anew(n.heads_per_group) * num_blocks
+    group = t // num_tiles
+    rest = t - group * num_tiles
     size = gl.minimum(n.heads_per_group, num_heads - group * n.heads_per_group)
     return group * n.heads_per_group + rest % size, num_blocks - 1 - rest // size
 
@@ -178,7 +215,7 @@ def tile_at(t, n: Sizes, lengths: Lengths, C: gl.constexpr):
         block = t // num_pieces(n, C) % n.num_blocks
         pair = t // num_pieces(n, C) // n.num_blocks
     elif C.is_cut and not C.is_folded:
-        pair, block = _place(t, n.num_pairs, n.num_blocks, n)
+        pair, block = _place(t, num_pairs(n, C), n.num_blocks, n)
     else:
         block = t % n.num_blocks
         pair = t // n.num_blocks
@@ -210,18 +247,17 @@ def start_of_walk(lengths: Lengths, C: gl.constexpr):
 @gluon.jit
 def onward(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
     """Walks on to the sequence of tile `t`, or past the last one."""
-    num_sequences = n.num_pairs // num_units(n, C)
     units = num_units(n, C) * num_pieces(n, C)
     batch = spot.batch
     first = spot.first
     start = spot.start
     size = spot.size
     following = first + (num_rows(size, C) + C.block_m - 1) // C.block_m * units
-    while (batch < num_sequences) & (t >= following):
+    while (batch < n.num_sequences) & (t >= following):
         batch += 1
         first = following
         start += size
-        size = gl.load(lengths.cu_seqlens_q + gl.minimum(batch + 1, num_sequences)) - start
+        size = gl.load(lengths.cu_seqlens_q + gl.minimum(batch + 1, n.num_sequences)) - start
         following = first + (num_rows(size, C) + C.block_m - 1) // C.block_m * units
     return Spot(batch, first, start, size)
 
@@ -237,7 +273,7 @@ def tile_of(t, spot: Spot, n: Sizes, lengths: Lengths, C: gl.constexpr):
         head = index // num_pieces(n, C) // num_blocks
     else:
         head, block = _place(index, units, num_blocks, n)
-    batch = gl.minimum(spot.batch, n.num_pairs // units - 1)
+    batch = gl.minimum(spot.batch, n.num_sequences - 1)
     k_start, seqlen_k = keys_of(batch, n, lengths, C)
     return Tile(block * C.block_m, head, batch, spot.start, k_start, spot.size, seqlen_k, t)
 
@@ -253,9 +289,10 @@ def post(tile: Tile, more, done, notes: Notes, C: gl.constexpr):
     notes.slots.index(base + 1).store(gl.full([1], tile.row, gl.int32, layout))
     notes.slots.index(base + 2).store(gl.full([1], tile.head, gl.int32, layout))
     notes.slots.index(base + 3).store(gl.full([1], tile.batch, gl.int32, layout))
-    if C.is_ragged:
+    if C.packed_q:
         notes.slots.index(base + 4).store(gl.full([1], tile.q_start, gl.int32, layout))
         notes.slots.index(base + 5).store(gl.full([1], tile.seqlen_q, gl.int32, layout))
+    if C.is_ragged:
         notes.slots.index(base + 6).store(gl.full([1], tile.seqlen_k, gl.int32, layout))
     if C.in_pieces:
         notes.slots.index(base + 7).store(gl.full([1], tile.number, gl.int32, layout))
@@ -280,9 +317,10 @@ def read(done, n: Sizes, notes: Notes, C: gl.constexpr):
     q_start = 0
     seqlen_q = n.seqlen_q
     seqlen_k = n.seqlen_k
-    if C.is_ragged:
+    if C.packed_q:
         q_start = _number(notes.slots.index(base + 4))
         seqlen_q = _number(notes.slots.index(base + 5))
+    if C.is_ragged:
         seqlen_k = _number(notes.slots.index(base + 6))
     number = 0
     if C.in_pieces:
@@ -303,10 +341,9 @@ def row_of(tile: Tile, W: gl.constexpr, n: Sizes, C: gl.constexpr):
 @gluon.jit
 def end_of_keys(row_end, tile: Tile, n: Sizes, C: gl.constexpr):
     """K/V tiles up to the last one that a row before `row_end` sees; at least one."""
-    end = tile.seqlen_k
+    end = anew(tile.seqlen_k)
     if C.has_right:
-        reach = tile.seqlen_k - tile.seqlen_q + n.right
-        end = gl.minimum(query_of(row_end, C) + reach, tile.seqlen_k)
+        end = gl.minimum(query_of(row_end, C) + last_seen(tile, n), end)
     return gl.maximum((end + C.block_n - 1) // C.block_n, 1)
 
 
@@ -351,8 +388,7 @@ def start_of_keys(row, tile: Tile, n: Sizes, C: gl.constexpr):
         index, size, _ = piece_of(tile, n, C)
         start = index * size
     if C.has_left:
-        query = query_of(row, C)
-        start = gl.maximum(query + (tile.seqlen_k - tile.seqlen_q - n.left), 0) // C.block_n
+        start = gl.maximum(query_of(row, C) + first_seen(tile, n), 0) // C.block_n
     return start
 
 
@@ -365,8 +401,8 @@ def num_cut_on_the_right(row, end, tile: Tile, n: Sizes, C: gl.constexpr):
     """
     cut = 1
     if C.cuts_two:
-        reach = tile.seqlen_k - tile.seqlen_q + n.right
-        cut = gl.maximum(end - gl.maximum(query_of(row, C) + reach, 0) // C.block_n, 1)
+        last = query_of(row, C) + last_seen(tile, n)
+        cut = gl.maximum(end - gl.maximum(last, 0) // C.block_n, 1)
     return cut
 
 
@@ -375,36 +411,6 @@ def num_before_the_left(row_end, end, tile: Tile, n: Sizes, C: gl.constexpr):
     """K/V tiles before `end` that the left edge does not cut for any row before `row_end`."""
     start = 0
     if C.has_left:
-        last = query_of(row_end, C) - 1
-        first = last + (tile.seqlen_k - tile.seqlen_q - n.left)
+        first = query_of(row_end, C) - 1 + first_seen(tile, n)
         start = (gl.maximum(first, 0) + C.block_n - 1) // C.block_n
     return end - start
-
-
-@gluon.jit
-def _opaque(x):
-    """Keeps comparisons behind the wait for S: hoisted, they become packed bits, twice the code."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def masked(s, key, view: View, n: Sizes, LAST: gl.constexpr, C: gl.constexpr):
-    """S (64, BN) with what its rows do not see at -inf.
-
-    `key` is the first of the tile; LAST: it may be the one in which the keys end.
-    """
-    shift = view.tile.seqlen_k - view.tile.seqlen_q
-    columns = view.columns[None, :]
-    if C.has_right:
-        limit = query_of(view.row + view.rows, C) + (shift + n.right - key)
-        if C.has_tail and LAST:
-            limit = gl.minimum(limit, view.tile.seqlen_k - 1 - key)
-        s = gl.where(_opaque(limit)[:, None] >= columns, s, float("-inf"))
-    elif C.has_tail and LAST:
-        s = gl.where(key + columns < view.tile.seqlen_k, s, float("-inf"))
-    if C.has_left:
-        limit = query_of(view.row + view.rows, C) + (shift - n.left - key)
-        s = gl.where(_opaque(limit)[:, None] <= columns, s, float("-inf"))
-    return s
