@@ -140,6 +140,8 @@ _cta = SimpleNamespace(barriers={}, programs=1)  # of each program
 def _assembly(text, constraints, args, **kwargs):
     if "vote" in text:  # see `weights.rescaled`
         return _array(args[0] * args[1])
+    if "rcp.approx" in text:
+        return _array(1 / args[0])
     if "0fFF800000" in text:  # see `edges._kept`
         x, rest = args
         column = 8 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
