@@ -137,15 +137,29 @@ class Pieces:
 _cta = SimpleNamespace(barriers={}, programs=1)  # of each program
 
 
+def _columns(x):
+    """What is left of the numbers of columns in fours without a thread's pair."""
+    return 8 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
+
+
 def _assembly(text, constraints, args, **kwargs):
     if "vote" in text:  # see `weights.rescaled`
         return _array(args[0] * args[1])
-    if "rcp.approx" in text:
-        return _array(1 / args[0])
-    if "0fFF800000" in text:  # see `edges._kept`
-        x, rest = args
-        column = 8 * torch.arange(x.shape[1])[:, None, None] + torch.arange(2)
-        seen = rest >= column if "setp.ge" in text else rest <= column
+    if "mul.f32 x, " in text:  # see `logits.logits`
+        x = args[0] * args[1]
+        if "rcp.approx" in text:
+            x = args[2] + args[3] / (torch.exp2(x) + 1)
+        if "abs.f32" in text:
+            x = x + args[-1] * (args[-2] - _columns(x)).abs()
+        return _array(x)
+    if "0fFF800000" in text:  # see `logits.masked`
+        x, *limits = args
+        column = _columns(x)
+        seen = torch.ones_like(x, dtype=torch.bool)
+        if "setp.ge" in text:
+            seen = seen & (limits[-1] >= column)
+        if "setp.le" in text:
+            seen = seen & (limits[0] <= column)
         return _array(x.where(seen, torch.full_like(x, -torch.inf)))
     found = re.search(r"bar\.(arrive|sync) \$1, (\d+)", text)
     if found:

@@ -17,7 +17,6 @@ from onchip.kernels.hopper.barriers import (
     settle,
     wait_for_turn,
 )
-from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.finish import finish
 from onchip.kernels.hopper.gluon_names import (
     gl,
@@ -26,13 +25,13 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from onchip.kernels.hopper.logits import logits, masked
 from onchip.kernels.hopper.shared import Outputs, Shared, plane
 from onchip.kernels.hopper.softmax import (
     Terms,
     base_of,
     grown,
     in_each_thread,
-    logits,
     operand,
     packed,
     row_maximum,
@@ -234,6 +233,19 @@ def _step(
 
 
 @gluon.jit
+def _steps(
+    first, last, i, phase, walk: Walk, count, end, view: View, terms: Terms, at: Shared, n: Sizes,
+    MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Steps number `first` to `last - 1` of those from `end` towards the first key."""
+    for j in range(first, last):
+        key = (end - 1 - j) * C.block_n
+        walk = _step(i, phase, walk, count, key, view, terms, at, n, MASKED, W, C)
+        count += 1
+    return walk, count
+
+
+@gluon.jit
 def _open(tile: Tile, more, count, done, at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr):
     """Issues a tile's first S, of K tile `count` or the one behind it.
 
@@ -266,8 +278,7 @@ def _first_weights(s, end, view: View, terms: Terms, n: Sizes, C: gl.constexpr):
     if BN > KEYS:
         LAYOUT: gl.constexpr = s.type.layout
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        columns = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-        seen = View(view.tile, view.row, rows, columns, view.slope)
+        seen = View(view.tile, view.row, rows, view.slope)
     key = (end - 1) * BN
     s = masked(logits(s, key, seen, terms, C), key, seen, n, True, C)
     unit = unit_of(terms, C)
@@ -356,7 +367,7 @@ def _turn_over(
         finish(walk, o, unmasked, view, terms, to, n, W, C)
     more, tile = tile_number(done - C.num_known, lengths, at, n, C)
     slope = slope_of(terms, tile, n, C)
-    following = View(tile, row_of(tile, W, n, C), view.rows, view.columns, slope)
+    following = View(tile, row_of(tile, W, n, C), view.rows, slope)
     if C.q_buffers == 1:
         release_if(more, count, 1, C)
     walk, count, end = _passed_on(more, tile, done, walk, o, count, unmasked, view, following,
@@ -379,7 +390,6 @@ def consumer(
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     DTYPE: gl.constexpr = at.q.dtype
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
 
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
@@ -388,7 +398,7 @@ def consumer(
     if C.foresees:
         settle(tile.row + tile.head + tile.batch, 4)
         meet_other_launches(4)
-    view = View(tile, row_of(tile, W, n, C), rows, columns, slope_of(terms, tile, n, C))
+    view = View(tile, row_of(tile, W, n, C), rows, slope_of(terms, tile, n, C))
     s, count, skipped, end, q = _open(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -407,20 +417,25 @@ def consumer(
         full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
         if C.in_pieces:
             full = end - start
-        if C.cuts_two:
-            for j in range(1, cut):
-                key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
-                count += 1
-        for j in range(cut, full):
-            key = (end - 1 - j) * BN
-            walk = _step(i, phase, walk, count, key, view, terms, at, n, False, W, C)
-            count += 1
-        if C.has_left:
-            for j in range(full, end - start):
-                key = (end - 1 - j) * BN
-                walk = _step(i, phase, walk, count, key, view, terms, at, n, True, W, C)
-                count += 1
+        if C.cuts_two and C.has_left:
+            # One loop for both edges: a copy of a masked step takes half a second to compile.
+            for edge in range(2):
+                first = gl.where(edge == 0, 1, full)
+                last = gl.where(edge == 0, cut, end - start)
+                walk, count = _steps(first, last, i, phase, walk, count, end, view, terms, at, n,
+                                     True, W, C)  # fmt: skip
+                last = gl.where(edge == 0, full, cut)
+                walk, count = _steps(cut, last, i, phase, walk, count, end, view, terms, at, n,
+                                     False, W, C)  # fmt: skip
+        else:
+            if C.cuts_two:
+                walk, count = _steps(1, cut, i, phase, walk, count, end, view, terms, at, n, True,
+                                     W, C)  # fmt: skip
+            walk, count = _steps(cut, full, i, phase, walk, count, end, view, terms, at, n, False,
+                                 W, C)  # fmt: skip
+            if C.has_left:
+                walk, count = _steps(full, end - start, i, phase, walk, count, end, view, terms, at,
+                                     n, True, W, C)  # fmt: skip
 
         done += 1
         if C.is_folded or C.is_alone:  # the CTA's only tile

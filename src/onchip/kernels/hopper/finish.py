@@ -74,7 +74,7 @@ def _put_together(
                 slab, branch, KEPT, to.partials, W, KEPT, C.width_v, SHARES
             )
             first = W * 64 + slab * (64 // SHARES)
-            part = View(view.tile, view.tile.row + first, rows - first, view.columns, view.slope)
+            part = View(view.tile, view.tile.row + first, rows - first, view.slope)
             out = _divided(sums, maxima, total, total == float("inf"), part, terms, to, n, C)
             store_rows(out.to(o.dtype), part, to, n, C)
 

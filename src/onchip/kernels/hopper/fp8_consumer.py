@@ -31,7 +31,6 @@ from onchip.kernels.hopper.barriers import (
     wait_for_turn,
 )
 from onchip.kernels.hopper.consumer import skip_v, tile_number
-from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.fp8_walk import (
     Scales,
     Tiles,
@@ -58,8 +57,9 @@ from onchip.kernels.hopper.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from onchip.kernels.hopper.logits import logits, masked
 from onchip.kernels.hopper.shared import Outputs, place_of, plane
-from onchip.kernels.hopper.softmax import Terms, logits, slope_of, unit_of
+from onchip.kernels.hopper.softmax import Terms, slope_of, unit_of
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,
@@ -236,13 +236,12 @@ def fp8_consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     NEXT: gl.constexpr = (W + 1) % C.warpgroups
     rows = gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
 
     done = 0  # tiles of queries
     if C.warpgroups == W + 1:
         pass_turn(0, C)
     more, tile = tile_number(done, lengths, at, n, C)
-    view = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+    view = View(tile, tile.row + W * 64, rows, slope_of(terms, tile, n, C))
     factors = factors_at(tile, view.row, scales, lengths, n, C)
     s, count, skipped, end = open_tile(tile, more, 0, done, at, n, W, C)
     pass_turn(NEXT, C)
@@ -279,7 +278,7 @@ def fp8_consumer(
         last = Walk(walk.p, acc, walk.factor, walk.base, l, walk.unit)
         done += 1
         more, tile = tile_number(done, lengths, at, n, C)
-        following = View(tile, tile.row + W * 64, rows, columns, slope_of(terms, tile, n, C))
+        following = View(tile, tile.row + W * 64, rows, slope_of(terms, tile, n, C))
         factors = factors_at(tile, following.row, scales, lengths, n, C)
         release_if(more, count, 1, C)
         s, first, skipped, end = open_tile(tile, more, count + 1, done, at, n, W, C)

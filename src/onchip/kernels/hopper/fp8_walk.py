@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from onchip.kernels import fp8_layout
 from onchip.kernels.hopper.barriers import wait_for_turn
 from onchip.kernels.hopper.consumer import skip_k
-from onchip.kernels.hopper.edges import masked
 from onchip.kernels.hopper.fp8_producer import first_block
 from onchip.kernels.hopper.fp8_weights import (
     first_weights,
@@ -25,9 +24,10 @@ from onchip.kernels.hopper.gluon_names import (
     mbarrier,
     warpgroup_mma,
 )
+from onchip.kernels.hopper.logits import logits, masked
 from onchip.kernels.hopper.results import store_lse
 from onchip.kernels.hopper.shared import Outputs, plane
-from onchip.kernels.hopper.softmax import Terms, logits, unit_of, with_sink
+from onchip.kernels.hopper.softmax import Terms, unit_of, with_sink
 from onchip.kernels.hopper.tiles import (
     Lengths,
     Sizes,

@@ -1,7 +1,7 @@
-"""Logits, and what becomes of row statistics, in registers as wgmma leaves them.
+"""What becomes of row statistics, in registers as wgmma leaves them; beside `gluon_rows`.
 
-Beside `gluon_rows`. Where softcap or ALiBi change S, it is turned into logits of
-base 2 first; else the scale waits for the exponential's own multiplication.
+Where softcap or ALiBi change S, it is turned into logits of base 2 first (`logits.py`); else the
+scale waits for the exponential's own multiplication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onchip.kernels.gluon_rows import (  # noqa: F401 (consumers find all they n
     row_sums,
     widened,
 )
-from onchip.kernels.hopper.tiles import Sizes, Tile, View, anew, shift_of
+from onchip.kernels.hopper.tiles import Sizes, Tile, View
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -44,28 +44,6 @@ def slope_of(terms: Terms, tile: Tile, n: Sizes, C: gl.constexpr):
     if C.alibi_dim == 2:
         slope = gl.load(terms.slopes + tile.batch * n.num_heads + tile.head) * LOG2E
     return slope
-
-
-@gluon.jit
-def _reciprocal(x):
-    """1 / x of x >= 1 to a last bit: one instruction, of which a division takes eight."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32,
-                                     is_pure=True, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def logits(s, key, view: View, terms: Terms, C: gl.constexpr):
-    """S as base 2 logits where softcap or ALiBi ask for that; unchanged where none does."""
-    if C.has_softcap:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which cannot overflow.
-        x = gl.exp2(s * (terms.scale * (2.0 * LOG2E)))
-        s = terms.softcap - (2.0 * terms.softcap) * _reciprocal(x + 1.0)
-    elif C.alibi_dim > 0:
-        s = s * terms.scale
-    if C.alibi_dim > 0:
-        place = (view.row + view.rows + anew(shift_of(view.tile) - key)).to(gl.float32)
-        s = s - view.slope * gl.abs(place[:, None] - view.columns.to(gl.float32)[None, :])
-    return s
 
 
 @gluon.jit

@@ -81,7 +81,6 @@ class View(NamedTuple):
     tile: object  # Tile
     row: object  # of the first query
     rows: object  # 0 to 63, in the layout of S
-    columns: object  # 0 to BN - 1
     slope: object  # ALiBi slope * log2(e)
 
 
