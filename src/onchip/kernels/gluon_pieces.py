@@ -228,6 +228,17 @@ def with_neighbour(
 
 
 @gluon.jit
+def _loaded(piece, seen, row, to: Partials, KEPT: gl.constexpr, WIDTH: gl.constexpr):
+    """Maxima, sums (rows,) and outputs (rows, D_v) of some rows of a piece, if it is `seen`."""
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, _SLAB_LAYOUT))
+    at = gl.cast(piece, gl.int64) * KEPT + row
+    top = _from_l2(to.stats + at * 2, seen, LOWEST)
+    total = _from_l2(to.stats + at * 2 + 1, seen, 0.0)
+    places = (at * WIDTH)[:, None] + column[None, :]
+    return top, total, _from_l2(to.out + places, seen[:, None], 0.0)
+
+
+@gluon.jit
 def merged(slab, branch: Branch, num_rows, to: Partials, W: gl.constexpr, KEPT: gl.constexpr,
            WIDTH: gl.constexpr, SHARES: gl.constexpr):  # fmt: skip
     """Slab number `slab` of 64 / SHARES rows of all pieces, whose loads are under way together.
@@ -238,15 +249,13 @@ def merged(slab, branch: Branch, num_rows, to: Partials, W: gl.constexpr, KEPT: 
     SLAB: gl.constexpr = 64 // SHARES
     ROWS: gl.constexpr = gl.SliceLayout(1, _SLAB_LAYOUT)
     row = W * 64 + slab * SLAB + gl.arange(0, SLAB, ROWS)
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, _SLAB_LAYOUT))
     tops, sums, outs = (), (), ()
     for i in gl.static_range(SHARES):
         seen = (row < num_rows) & (i < branch.count)
-        at = gl.cast(branch.first + i, gl.int64) * KEPT + row
-        tops = tops + (_from_l2(to.stats + at * 2, seen, LOWEST),)
-        sums = sums + (_from_l2(to.stats + at * 2 + 1, seen, 0.0),)
-        places = (at * WIDTH)[:, None] + column[None, :]
-        outs = outs + (_from_l2(to.out + places, seen[:, None], 0.0),)
+        top, total, out = _loaded(branch.first + i, seen, row, to, KEPT, WIDTH)
+        tops = tops + (top,)
+        sums = sums + (total,)
+        outs = outs + (out,)
     top = tops[0]
     for i in gl.static_range(1, SHARES):
         top = gl.maximum(top, tops[i])

@@ -376,6 +376,55 @@ def _turn_over(
 
 
 @gluon.jit
+def _tile(
+    done, walk: Walk, view: View, count, end, lengths: Lengths, to: Outputs, terms: Terms,
+    at: Shared, n: Sizes, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Tile number `done` from its first P on, and the first P of the next.
+
+    Returns:
+        Whether there is a next tile; its walk, view, first K/V tile and `end_of_keys`.
+    """
+    i = (done % C.q_buffers) * C.warpgroups + W
+    phase = (done // C.q_buffers) & 1
+    start = start_of_keys(view.tile.row, view.tile, n, C)
+    cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
+    full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
+    if C.in_pieces:
+        full = end - start
+    if C.cuts_two and C.has_left:
+        # One loop for both edges: a copy of a masked step takes half a second to compile.
+        for edge in range(2):
+            first = gl.where(edge == 0, 1, full)
+            last = gl.where(edge == 0, cut, end - start)
+            walk, count = _steps(first, last, i, phase, walk, count, end, view, terms, at, n,
+                                 True, W, C)  # fmt: skip
+            last = gl.where(edge == 0, full, cut)
+            walk, count = _steps(cut, last, i, phase, walk, count, end, view, terms, at, n,
+                                 False, W, C)  # fmt: skip
+    else:
+        if C.cuts_two:
+            walk, count = _steps(1, cut, i, phase, walk, count, end, view, terms, at, n, True,
+                                 W, C)  # fmt: skip
+        walk, count = _steps(cut, full, i, phase, walk, count, end, view, terms, at, n, False,
+                             W, C)  # fmt: skip
+        if C.has_left:
+            walk, count = _steps(full, end - start, i, phase, walk, count, end, view, terms, at,
+                                 n, True, W, C)  # fmt: skip
+
+    if C.is_folded or C.is_alone:  # the CTA's only tile
+        walk = _summed(walk, count, at, C)
+        o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
+        finish(walk, o, full > cut, view, terms, to, n, W, C)
+        more = done < 0
+    else:
+        more, walk, view, count, end = _turn_over(
+            done + 1, walk, view, count, end, full > cut, lengths, to, terms, at, n, W, C
+        )
+    return more, walk, view, count, end
+
+
+@gluon.jit
 def consumer(
     W: gl.constexpr, lengths: Lengths, to: Outputs, terms: Terms, at: Shared, n: Sizes,
     C: gl.constexpr,
@@ -410,43 +459,9 @@ def consumer(
 
     # `count` is the K/V tile whose P is ready and whose V is still to come.
     while more:
-        i = (done % C.q_buffers) * C.warpgroups + W
-        phase = (done // C.q_buffers) & 1
-        start = start_of_keys(view.tile.row, view.tile, n, C)
-        cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
-        full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
-        if C.in_pieces:
-            full = end - start
-        if C.cuts_two and C.has_left:
-            # One loop for both edges: a copy of a masked step takes half a second to compile.
-            for edge in range(2):
-                first = gl.where(edge == 0, 1, full)
-                last = gl.where(edge == 0, cut, end - start)
-                walk, count = _steps(first, last, i, phase, walk, count, end, view, terms, at, n,
-                                     True, W, C)  # fmt: skip
-                last = gl.where(edge == 0, full, cut)
-                walk, count = _steps(cut, last, i, phase, walk, count, end, view, terms, at, n,
-                                     False, W, C)  # fmt: skip
-        else:
-            if C.cuts_two:
-                walk, count = _steps(1, cut, i, phase, walk, count, end, view, terms, at, n, True,
-                                     W, C)  # fmt: skip
-            walk, count = _steps(cut, full, i, phase, walk, count, end, view, terms, at, n, False,
-                                 W, C)  # fmt: skip
-            if C.has_left:
-                walk, count = _steps(full, end - start, i, phase, walk, count, end, view, terms, at,
-                                     n, True, W, C)  # fmt: skip
-
+        more, walk, view, count, end = _tile(done, walk, view, count, end, lengths, to, terms, at,
+                                             n, W, C)  # fmt: skip
         done += 1
-        if C.is_folded or C.is_alone:  # the CTA's only tile
-            walk = _summed(walk, count, at, C)
-            o = at.q.index(i) if C.q_buffers > 1 else at.o.index(W)
-            finish(walk, o, full > cut, view, terms, to, n, W, C)
-            more = done < 0
-        else:
-            more, walk, view, count, end = _turn_over(
-                done, walk, view, count, end, full > cut, lengths, to, terms, at, n, W, C
-            )
     tma.store_wait(0)
     if W == 0:
         wait_for_turn(0, C)
