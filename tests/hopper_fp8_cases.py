@@ -10,8 +10,9 @@ from tests import fp8_cases
 
 
 def posed(
-    lengths, dim=64, heads=2, kv_heads=1, causal=False, window=(-1, -1), packed=False, seed=0
-) -> tuple[Problem, Tensors]:
+    lengths, dim=64, heads=2, kv_heads=1, causal=False, window=(-1, -1), packed=False, seed=0,
+    softcap=0.0, slopes=(),
+) -> tuple[Problem, Tensors]:  # fmt: skip
     """A problem with its quantised tensors; `lengths` are (S_q, S_k) of each sequence.
 
     Args:
@@ -23,6 +24,8 @@ def posed(
         window: as of `onchip.attention`.
         packed: whether sequences follow one another in memory.
         seed: of the inputs.
+        softcap: as of `onchip.attention`.
+        slopes: of ALiBi, one for each head, or none.
     """
     tokens = [sum(n) for n in zip(*lengths, strict=True)]
     q, k, v = (
@@ -39,8 +42,9 @@ def posed(
     x = onchip.quantize_qkv(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     tensors = Tensors(x.q, x.k, x.v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
                       scales=(x.q_scale, x.k_scale, x.v_scale))  # fmt: skip
+    tensors.alibi_slopes = torch.tensor(slopes) if slopes else None
     mask = Mask.of(causal, tuple(window))
     longest = [max(n) for n in zip(*lengths, strict=True)]
-    params = Params(*longest, mask.left, mask.right, dim**-0.5, 0.0, False, 0, "",
+    params = Params(*longest, mask.left, mask.right, dim**-0.5, softcap, False, 0, "",
                     out_dtype="bfloat16")  # fmt: skip
     return Problem.of(Op.FORWARD, tensors, params), tensors

@@ -20,6 +20,9 @@ INPUTS = {
     "causal": {"lengths": [[500, 500]], "causal": True, "heads": 3},
     "more_queries": {"lengths": [[300, 140]], "causal": True},
     "window": {"lengths": [[300, 450]], "causal": True, "window": [100, 0]},
+    "left": {"lengths": [[300, 450]], "window": [100, -1]},
+    "both_edges": {"lengths": [[300, 333]], "window": [100, 40], "seed": 1},
+    "terms": {"lengths": [[200, 300]], "causal": True, "softcap": 5.0, "slopes": [0.5, 0.02]},
     "packed": {
         "lengths": [[130, 30], [64, 300], [0, 5], [200, 200]], "causal": True, "packed": True
     },

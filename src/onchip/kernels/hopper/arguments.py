@@ -132,14 +132,9 @@ class Code(Compiled):
         return self.has_left or self.has_right or self.is_ragged
 
     @property
-    def num_walks(self) -> int:
-        """Loops over K/V tiles: those that are seen in full, and those that either edge cuts."""
-        return 1 + self.cuts_two + self.has_left
-
-    @property
     def has_words(self) -> bool:
         """Whether P is handed from step to step as words of two neighbours."""
-        return self.num_walks > 1 or not (self.maxima or self.lags)
+        return self.cuts_two or self.has_left or not (self.maxima or self.lags)
 
     @property
     def is_halved(self) -> bool:

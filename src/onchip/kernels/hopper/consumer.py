@@ -234,11 +234,11 @@ def _step(
 
 @gluon.jit
 def _steps(
-    first, last, i, phase, walk: Walk, count, end, view: View, terms: Terms, at: Shared, n: Sizes,
+    first, behind, i, phase, walk: Walk, count, end, view: View, terms: Terms, at: Shared, n: Sizes,
     MASKED: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Steps number `first` to `last - 1` of those from `end` towards the first key."""
-    for j in range(first, last):
+    """Steps number `first` to `behind - 1` of those from `end` towards the first key."""
+    for j in range(first, behind):
         key = (end - 1 - j) * C.block_n
         walk = _step(i, phase, walk, count, key, view, terms, at, n, MASKED, W, C)
         count += 1
@@ -388,19 +388,21 @@ def _tile(
     i = (done % C.q_buffers) * C.warpgroups + W
     phase = (done // C.q_buffers) & 1
     start = start_of_keys(view.tile.row, view.tile, n, C)
+    # Steps before `cut` may be cut by the right edge, those from `full` on by the left one.
     cut = gl.minimum(num_cut_on_the_right(view.row, end, view.tile, n, C), end - start)
     full = gl.maximum(num_before_the_left(view.row + 64, end, view.tile, n, C), cut)
     if C.in_pieces:
         full = end - start
     if C.cuts_two and C.has_left:
-        # One loop for both edges: a copy of a masked step takes half a second to compile.
+        # One loop for both edges: a copy of a masked step takes half a second to compile. The
+        # first time the right edge, and then what is seen in full; the second the left one alone.
         for edge in range(2):
             first = gl.where(edge == 0, 1, full)
-            last = gl.where(edge == 0, cut, end - start)
-            walk, count = _steps(first, last, i, phase, walk, count, end, view, terms, at, n,
+            behind = gl.where(edge == 0, cut, end - start)
+            walk, count = _steps(first, behind, i, phase, walk, count, end, view, terms, at, n,
                                  True, W, C)  # fmt: skip
-            last = gl.where(edge == 0, full, cut)
-            walk, count = _steps(cut, last, i, phase, walk, count, end, view, terms, at, n,
+            behind = gl.where(edge == 0, full, cut)
+            walk, count = _steps(cut, behind, i, phase, walk, count, end, view, terms, at, n,
                                  False, W, C)  # fmt: skip
     else:
         if C.cuts_two:

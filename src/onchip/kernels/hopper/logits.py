@@ -7,7 +7,7 @@ pair. Arithmetic with a tensor of columns holds each of them in a register, of w
 have none: 40 to 120 bytes were spilled (D = 64, three warpgroups). Comparisons with it are also
 moved in front of the wait for S, as packed bits, twice the code.
 
-Legend: BN columns (keys) of a tile, n sizes, C code.
+Legend: C code; n sizes, in what makes assembly a thread's values.
 """
 
 from __future__ import annotations
