@@ -138,6 +138,13 @@ def in_fours(x):
 
 
 @gluon.jit
+def out_of_fours(x, like):
+    """What became of `in_fours(like)`, laid out like that."""
+    x = gl.reshape(x, [like.shape[0], like.shape[1]])
+    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def beside(factor, x):
     """A number for each row (64, 4), for arithmetic with columns in fours."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))

@@ -394,8 +394,9 @@ def _tile(
     if C.in_pieces:
         full = end - start
     if C.cuts_two and C.has_left:
-        # One loop for both edges: a copy of a masked step takes half a second to compile. The
-        # first time the right edge, and then what is seen in full; the second the left one alone.
+        # One loop for both edges: with every feature at D = 128 a copy of a masked step is 1,200
+        # instructions of each warpgroup. First the right edge and what is seen in full, then the
+        # left one alone.
         for edge in range(2):
             first = gl.where(edge == 0, 1, full)
             behind = gl.where(edge == 0, cut, end - start)

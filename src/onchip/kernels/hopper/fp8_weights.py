@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
+from onchip.kernels.gluon_rows import beside, in_fours, out_of_fours
 from onchip.kernels.hopper.fp8_assembly import constraints, first_tile, next_tile
 from onchip.kernels.hopper.gluon_names import gl
 
@@ -113,12 +114,8 @@ def operand(words, LAYOUT: gl.constexpr):
 @gluon.jit
 def times(x, factor):
     """(64, N) in an accumulator's layout times a factor (64, 4) for each row."""
-    LAYOUT: gl.constexpr = x.type.layout
-    y = gl.reshape(x, [64, x.shape[1] // 8, 4, 2])
-    F: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
-    factor = gl.convert_layout(factor, F, assert_trivial=True)
-    y = y * gl.expand_dims(gl.expand_dims(factor, 1), 3)
-    return gl.convert_layout(gl.reshape(y, [64, x.shape[1]]), LAYOUT, assert_trivial=True)
+    y = in_fours(x)
+    return out_of_fours(y * beside(factor, y), x)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
-from onchip.kernels.gluon_rows import in_fours
+from onchip.kernels.gluon_rows import in_fours, out_of_fours
 from onchip.kernels.hopper.gluon_names import gl
 from onchip.kernels.hopper.softmax import LOG2E, Terms
 from onchip.kernels.hopper.tiles import (
@@ -88,12 +88,6 @@ def _behind(place, x):
 
 
 @gluon.jit
-def _as_tile(x, s):
-    """What assembly made of `in_fours(s)`, laid out like `s`."""
-    return gl.convert_layout(gl.reshape(x, [64, s.shape[1]]), s.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def logits(s, key, view: View, terms: Terms, C: gl.constexpr):
     """S as base 2 logits where softcap or ALiBi ask for that; unchanged where none does.
 
@@ -113,10 +107,10 @@ def logits(s, key, view: View, terms: Terms, C: gl.constexpr):
             operands = operands + (_behind(place, x).to(gl.float32), -view.slope)
         N: gl.constexpr = s.shape[1] // 2
         ASM: gl.constexpr = _formula(N, C.has_softcap, HAS_ALIBI)
-        OPERANDS: gl.constexpr = _constraints(N, 2 + 2 * C.has_softcap + 2 * HAS_ALIBI, 0)
+        OPERANDS: gl.constexpr = _constraints(N, len(operands), 0)
         x = gl.inline_asm_elementwise(ASM, OPERANDS, operands, dtype=gl.float32, is_pure=True,
                                       pack=N)  # fmt: skip
-        s = _as_tile(x, s)
+        s = out_of_fours(x, s)
     return s
 
 
@@ -143,8 +137,8 @@ def masked(s, key, view: View, n: Sizes, LAST: gl.constexpr, C: gl.constexpr):
             operands = operands + (_behind(view.rows * 0 + end, x),)
         N: gl.constexpr = s.shape[1] // 2
         ASM: gl.constexpr = _choice(N, C.has_left, HAS_HIGH)
-        OPERANDS: gl.constexpr = _constraints(N, 1, C.has_left + HAS_HIGH)
+        OPERANDS: gl.constexpr = _constraints(N, 1, len(operands) - 1)
         x = gl.inline_asm_elementwise(ASM, OPERANDS, operands, dtype=gl.float32, is_pure=True,
                                       pack=N)  # fmt: skip
-        s = _as_tile(x, s)
+        s = out_of_fours(x, s)
     return s

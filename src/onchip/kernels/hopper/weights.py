@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 
-from onchip.kernels.gluon_rows import beside, in_fours
+from onchip.kernels.gluon_rows import beside, in_fours, out_of_fours
 from onchip.kernels.hopper.gluon_names import gl
 
 # Base 2 logarithms of a thread's sum: from where on the base moves, so that no weight reaches
@@ -121,8 +121,7 @@ def _types(num_words, num_floats):
 def weights_of(s, unit, base):
     """2^(s * unit - base) of a tile (64, BN)."""
     x = in_fours(s)
-    x = gl.exp2(x * unit - beside(base, x))
-    return gl.convert_layout(gl.reshape(x, [64, s.shape[1]]), s.type.layout, assert_trivial=True)
+    return out_of_fours(gl.exp2(x * unit - beside(base, x)), s)
 
 
 @gluon.jit
@@ -138,8 +137,7 @@ def rescaled(acc, factor, C: gl.constexpr):
                                       pack=N)  # fmt: skip
     else:
         x = x * factor
-    x = gl.reshape(x, [64, acc.shape[1]])
-    return gl.convert_layout(x, acc.type.layout, assert_trivial=True)
+    return out_of_fours(x, acc)
 
 
 @gluon.jit
@@ -217,5 +215,9 @@ def packed_in_range(weights, sums, p, acc, l, m, DTYPE: gl.constexpr):
     words = gl.reshape(_joined(found, 0, WORDS), [64, BN // 2])
     words = gl.convert_layout(words, p.type.layout, assert_trivial=True)
     o = gl.join(_joined(found, WORDS, HALF), _joined(found, WORDS + HALF, HALF))
-    o = gl.convert_layout(gl.reshape(o, [64, WIDTH]), acc.type.layout, assert_trivial=True)
-    return words, o, _one(found[WORDS + 2 * HALF], l), _one(found[WORDS + 2 * HALF + 1], m)
+    return (
+        words,
+        out_of_fours(o, acc),
+        _one(found[WORDS + 2 * HALF], l),
+        _one(found[WORDS + 2 * HALF + 1], m),
+    )
