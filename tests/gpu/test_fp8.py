@@ -174,6 +174,24 @@ def test_packed(causal):
 
 
 @needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_without_keys(causal, has_sinks):
+    q, k, v = _on_gpu(dim=128, seqlen_q=70, seqlen_k=1)
+    sinks = torch.randn(q.shape[2], device="cuda") if has_sinks else None
+    given = {"causal": causal, "sinks": sinks, "return_lse": True}
+    x = onchip.quantize_qkv(q, k[:, :0], v[:, :0])
+    dense = onchip.attention(x, **given)
+    offsets = {"cu_seqlens_q": _offsets(30, 40), "cu_seqlens_k": _offsets(0, 0)}
+    x = onchip.quantize_qkv(q[0], k[0, :0], v[0, :0], **offsets)
+    longest = {"max_seqlen_q": 40, "max_seqlen_k": 0}
+    for out, lse in (dense, onchip.attention_varlen(x, **offsets, **longest, **given)):
+        assert (out == 0).all()
+        want = sinks[:, None] if has_sinks else torch.tensor(-torch.inf, device="cuda")
+        torch.testing.assert_close(lse, want.expand_as(lse), rtol=0, atol=1e-6)
+
+
+@needs_hopper
 @pytest.mark.usefixtures("as_hopper")
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
