@@ -230,6 +230,7 @@ _LANGUAGE = {
     "log2": torch.log2,
     "join": lambda a, b: torch.stack((a, b), -1),
     "zeros_like": torch.zeros_like,
+    "abs": torch.abs,
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "permute": lambda x, order: x.permute(tuple(order)),
     "split": lambda x: (x[..., 0], x[..., 1]),
